@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -75,27 +77,11 @@ def test_counting_changes_nothing():
             nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 1)
         )
         counter = StepCounter(model)
-        if counted:
-            with counter.forward():
-                loss = model(torch.randn(6, 8)).square().mean()
-        else:
+        with counter.forward() if counted else nullcontext():
             loss = model(torch.randn(6, 8)).square().mean()
         loss.backward()
         results.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-class Counters:
-    """Stands for StepCounter in the training loop and notes each use."""
-
-    def __init__(self, monkeypatch):
-        self.used = 0
-        monkeypatch.setattr(training, "StepCounter", self._new)
-        training.STEP_COSTS.clear()
-
-    def _new(self, *arguments):
-        self.used += 1
-        return StepCounter(*arguments)
 
 
 def test_clients_with_equal_steps_are_counted_once(tiny, monkeypatch):
@@ -105,12 +91,14 @@ def test_clients_with_equal_steps_are_counted_once(tiny, monkeypatch):
         partition={"name": "iid", "clients": 5},
         training={"local_steps": 1, "batch_size": 8},
     )
-    counters = Counters(monkeypatch)
+    counters: list[StepCounter] = []
+    monkeypatch.setattr(training, "StepCounter", lambda *given: counters.append(StepCounter(*given)) or counters[-1])
+    training.STEP_COSTS.clear()
     train_rounds(build_federation(recipe), 2)
-    assert counters.used == 2
+    assert len(counters) == 2
     smaller = recipe.training.model_copy(update={"batch_size": 4})
     train_rounds(build_federation(recipe.model_copy(update={"training": smaller})), 1)
-    assert counters.used == 4
+    assert len(counters) == 4
 
 
 @pytest.mark.parametrize("name", ["fedca", "lw_fedssl", "hetero_ssfl"])
@@ -123,13 +111,7 @@ def test_what_a_round_takes_does_not_depend_on_what_was_counted_before(name, mon
         if not remembered:
             monkeypatch.setattr(training.STEP_COSTS, "find", lambda kind: None)
         rounds = train_rounds(build_federation(small(name, partition)), 2)
-        logged.append(
-            {
-                (number, k): (reply.metrics["memory"], reply.metrics["flops"])
-                for number, replies in rounds.replies.items()
-                if number
-                for k, reply in replies.items()
-            }
-        )
+        replies = [reply.metrics for number in (1, 2) for reply in rounds.replies[number].values()]
+        logged.append([(metrics["memory"], metrics["flops"]) for metrics in replies])
     assert logged[0] == logged[1]
     assert len(logged[0]) == 6

@@ -110,17 +110,12 @@ def test_every_pair_of_aggregators_works_or_is_refused(local_update):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            ("byol, one direction", ["relational_distillation"], ["weighted_mean"], "replace"),
-            "byol with symmetric: true",
-        ),
         (("orchestra", ["public_objective"], ["weighted_mean", "orchestra_clusters"], "replace"), "orchestra needs 3"),
         (("supervised", ["representation_alignment"], ["weighted_mean"], "replace"), "no projector: use moco_v3"),
         (("byol", [], ["weighted_mean", "eua"], "replace"), "weighted_mean and eua both join the weights"),
         (("byol", [], ["dictionary", "dictionary"], "keep_own"), "name dictionary twice"),
         (("orchestra", [], ["orchestra_clusters"], "keep_own"), "orchestra_clusters works with the global model"),
         (("byol", ["base_alignment"], ["base_model"], "keep_own"), r"add \{name: weighted_mean\}"),
-        (("byol", ["representation_alignment"], [], "keep_own"), "representation_alignment works with the global"),
         (("fedx", ["global_distillation"], [], "keep_own"), "global_distillation works with the global model"),
     ],
 )

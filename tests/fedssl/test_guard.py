@@ -12,7 +12,7 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.guard import Asked, GuardOptions, refusals, refused_in, require_answers
+from fedssl.guard import Asked, refusals, refused_in
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
@@ -45,58 +45,41 @@ def with_entry(value):
     return message
 
 
-BROKEN = {
-    "NaN": (with_entry(math.nan), f"{NAME} holds NaN"),
-    "minus infinity": (with_entry(-math.inf), f"{NAME} holds an infinite value"),
-    "NaN beside infinity": (but({NAME: torch.tensor([[math.nan, math.inf, 0]] * 2)}), f"{NAME} holds NaN"),
-    "1e30": (with_entry(1e30), f"{NAME} holds 1e+30 in magnitude, more than 1e+06"),
-    "-1e30": (with_entry(-1e30), f"{NAME} holds 1e+30 in magnitude, more than 1e+06"),
-    "a huge counter": (
-        but({"online.count": torch.tensor(-(2**62))}),
-        "online.count holds 4.61e+18 in magnitude, more than 9.01e+15",
-    ),
-    "shape": (but({NAME: torch.ones(3, 2)}), f"{NAME} has shape [3, 2], expected [2, 3]"),
-    "dimensions": (but({NAME: torch.ones(6)}), f"{NAME} has shape [6], expected [2, 3]"),
-    "dtype": (
-        but({NAME: torch.ones(2, 3, dtype=torch.int64)}),
-        f"{NAME} has dtype torch.int64, expected torch.float32",
-    ),
-    "complex": (
-        but({NAME: torch.ones(2, 3, dtype=torch.complex64)}),
-        f"{NAME} has dtype torch.complex64, expected torch.float32",
-    ),
-    "missing": (but(without=NAME), f"{NAME} is missing"),
-    "a name nobody asked for": (but({"online.more": torch.ones(1)}), "online.more was not asked for"),
-    "a long name": (
-        but(numbers={"x" * 10**6: 1.0}),
-        "the name of a number has 1000000 characters, more than 200",
-    ),
-    "a tensor's long name": (but({"x" * 10**6: torch.ones(1)}), "x" * 500),
-    "many numbers": (
-        Message(sound().tensors, {"samples": 5.0}, metrics={f"m{i}": 1.0 for i in range(1000)}),
-        "it has 1001 numbers and metrics, more than 1000",
-    ),
-    "an engine's metric": (
-        but(metrics={"bytes_up": 1.0}),
-        "the metric bytes_up has a name that only the server may use",
-    ),
-    "the evaluation's metric": (
-        but(metrics={"semi_supervised_0.1": 99.0}),
-        "the metric semi_supervised_0.1 has a name that only the server may use",
-    ),
-    "no samples": (but(without="samples"), "samples is missing, expected a positive number"),
-    "negative samples": (but(numbers={"samples": -5.0}), "samples is -5.0, expected a positive number"),
-    "NaN samples": (but(numbers={"samples": math.nan}), "samples is nan, expected a positive number"),
-    "1e30 samples": (but(numbers={"samples": 1e30}), "the number samples is 1e+30"),
-    "a NaN metric": (but(metrics={"loss": math.nan}), "the metric loss is nan"),
-}
+INT, COMPLEX = torch.int64, torch.complex64
+BROKEN = [
+    (with_entry(math.nan), f"{NAME} holds NaN"),
+    (with_entry(-math.inf), f"{NAME} holds an infinite value"),
+    (but({NAME: torch.tensor([[math.nan, math.inf, 0]] * 2)}), "holds NaN"),
+    (with_entry(1e30), "holds 1e+30 in magnitude, more than 1e+06"),
+    (with_entry(-1e30), "holds 1e+30 in magnitude, more than 1e+06"),
+    (but({"online.count": torch.tensor(-(2**62))}), "online.count holds 4.61e+18 in magnitude, more than 9.01e+15"),
+    (but({NAME: torch.ones(3, 2)}), f"{NAME} has shape [3, 2], expected [2, 3]"),
+    (but({NAME: torch.ones(6)}), "has shape [6], expected [2, 3]"),
+    (but({NAME: torch.ones(2, 3, dtype=INT)}), "has dtype torch.int64, expected torch.float32"),
+    (but({NAME: torch.ones(2, 3, dtype=COMPLEX)}), "has dtype torch.complex64"),
+    (but(without=NAME), f"{NAME} is missing"),
+    (but({"online.more": torch.ones(1)}), "online.more was not asked for"),
+    (but(numbers={"x" * 10**6: 1.0}), "has 1000000 characters, more than 200"),
+    (but({"x" * 10**6: torch.ones(1)}), "x" * 500),
+    (but(metrics={f"m{i}": 1.0 for i in range(1000)}), "numbers and metrics, more than 1000"),
+    (but(metrics={"bytes_up": 1.0}), "bytes_up has a name that only the server may use"),
+    (but(metrics={"semi_supervised_0.1": 99.0}), "semi_supervised_0.1 has a name that only the server may use"),
+    (but(without="samples"), "samples is missing, expected a positive number"),
+    (but(numbers={"samples": -5.0}), "samples is -5.0, expected a positive number"),
+    (but(numbers={"samples": math.nan}), "samples is nan"),
+    (but(numbers={"samples": 1e15}), "the number samples is 1000000000000000"),
+    (but(metrics={"loss": math.nan}), "the metric loss is nan"),
+    (but(metrics={"flops": math.inf}), "the metric flops is inf"),
+]
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_what_is_refused_and_why(kind):
-    reply, reason = BROKEN[kind]
+@pytest.mark.parametrize(("reply", "reason"), BROKEN)
+def test_what_is_refused_and_why(reply, reason):
     replies = {0: sound(), 3: reply, 5: sound()}
-    assert refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6) == {3: reason}
+    refused = refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6)
+    assert list(refused) == [3]
+    assert reason in refused[3]
+    assert len(refused[3]) <= 500
 
 
 def test_sound_answers_pass():
@@ -104,6 +87,8 @@ def test_sound_answers_pass():
     assert refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6) == {}
     unknown = {0: but({"dictionary.0": torch.zeros(0, 3)})}  # of a part that does not say what it sends
     assert refusals(SERVER, unknown, Asked({0: EXPECTED}, complete=False), 1e6) == {}
+    large = {0: but(metrics={"flops": 1e15})}  # what is only logged: a round of a ResNet-18
+    assert refusals(SERVER, large, Asked({0: EXPECTED}), 1e6) == {}
 
 
 def magnitudes(*values, server):
@@ -179,13 +164,6 @@ def test_a_size_that_all_share_is_the_servers_or_what_most_have(sizes, known, re
     }
 
 
-def test_what_is_only_logged_may_be_large():
-    """A round of a ResNet-18 takes 1e15 operations."""
-    assert not refusals(SERVER, {0: but(metrics={"flops": 1e15})}, Asked({0: EXPECTED}), 1e6)
-    assert refusals(SERVER, {0: but(metrics={"flops": math.inf})}, Asked({0: EXPECTED}), 1e6)
-    assert refusals(SERVER, {0: but(numbers={"samples": 1e15})}, Asked({0: EXPECTED}), 1e6)
-
-
 def test_half_precision_is_measured_too():
     server = Message({NAME: torch.zeros(2, dtype=torch.bfloat16)})
     replies = {0: Message({NAME: torch.tensor([1.0, 3e38], dtype=torch.bfloat16)}, {"samples": 1.0})}
@@ -211,14 +189,6 @@ def test_the_server_forgets_the_metrics_and_refusals_of_the_round_before(tiny):
     nobody = method.aggregate(server, {}, 3)
     assert nobody.metrics == {}
     assert all(torch.equal(tensor, server.tensors[name]) for name, tensor in nobody.tensors.items())
-
-
-def test_too_few_answers_are_told_with_every_reason():
-    refused = {1: "a holds NaN", 2: "b is missing"}
-    require_answers(refused, 3, 7, GuardOptions())
-    message = r"^round 7: 1 of 3 answers are valid, but guard.minimum_answers is 2; client 1: a holds NaN; client 2"
-    with pytest.raises(UserError, match=message):
-        require_answers(refused, 3, 7, GuardOptions(minimum_answers=2))
 
 
 # Through the engine
@@ -382,8 +352,3 @@ def test_too_few_sound_answers_end_the_run_and_the_rounds_before_are_kept(
     assert RunDirectory.open(tmp_path / "a").checkpoint.round == 1
     ours, theirs = resume(tmp_path / "a").server_state(), RunDirectory.open(finished(recipe)).server_state()
     assert all(torch.equal(ours.tensors[name], theirs.tensors[name]) for name in theirs.tensors)
-
-
-def test_more_answers_than_clients_are_never_there(tiny):
-    with pytest.raises(UserError, match=r"guard.minimum_answers is 4, but a round asks only 3 clients"):
-        build_federation(tiny(**AVERAGED, guard={"minimum_answers": 4}))

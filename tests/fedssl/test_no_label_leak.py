@@ -19,7 +19,7 @@ from fedssl.parts import part_class, part_names
 from fedssl.recipe.reading import parse_recipe
 from tests.fedssl.conftest import tiny_values
 from tests.fedssl.rounds_in_memory import Rounds, train_rounds
-from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS
+from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS, noise
 
 CLIENTS, IMAGES, CLASSES = 2, 24, 3
 #: options without which a part does not fit a data set of so few images
@@ -36,10 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def labels(seed: int, count: int = IMAGES) -> Tensor:
     """Random labels; those of two seeds are no renaming of each other, so that balanced batches would differ too."""
     return torch.randint(CLASSES, (count,), generator=torch.Generator().manual_seed(seed))
-
-
-def noise(images: int) -> Tensor:
-    return torch.randint(256, (images, 1, 8, 8), generator=torch.Generator().manual_seed(images), dtype=torch.uint8)
 
 
 def with_options(names: list[str]) -> list[dict[str, Any]]:
@@ -85,16 +81,6 @@ def assert_labels_do_not_matter(**parts: Any) -> None:
     for k, state in one.clients.items():
         assert_same_message(state, other.clients[k])
     assert_same_message(one.server, other.server)
-
-
-def test_the_two_labellings_put_the_images_in_different_orders():
-    """Otherwise nothing of what follows could fail."""
-    for rows in torch.arange(IMAGES).chunk(CLIENTS):
-        one, other = labels(0)[rows], labels(1)[rows]
-        assert not torch.equal(one.argsort(stable=True), other.argsort(stable=True))
-        assert (
-            one.bincount(minlength=CLASSES).sort()[0].tolist() != other.bincount(minlength=CLASSES).sort()[0].tolist()
-        )
 
 
 def test_a_supervised_objective_does_look_at_labels():

@@ -21,7 +21,7 @@ from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.objectives.simsiam import SimSiam
-from fedssl.randomness import deterministic_on, generator_for, seed_for, seeded
+from fedssl.randomness import deterministic_on, seed_for, seeded
 from fedssl.recipe.reading import parse_recipe
 from fedssl.training import train_locally
 from tests.fedssl.conftest import AVERAGED, tiny_values
@@ -36,12 +36,6 @@ def test_seeds_are_fixed_for_all_time():
     assert seed_for(0, "client", 3, "round", 7, "augmentation") == 6297883779828368072
     assert seed_for(0) != seed_for(1)
     assert seed_for(0, "client", 1) != seed_for(0, "client", 11)
-
-
-def test_streams_of_different_purposes_differ_and_repeat():
-    a, b, c = (torch.rand(4, generator=generator_for(0, p)) for p in ("order", "augmentation", "order"))
-    assert torch.equal(a, c)
-    assert not torch.equal(a, b)
 
 
 def test_seeded_puts_the_global_generator_back():
@@ -127,14 +121,24 @@ def twins() -> Federation:
 
 
 @pytest.fixture(scope="module")
-def draw() -> Iterator[Any]:
-    """A client's draws in a round: `draw(client, round)`; always from the client's first state."""
-    federation, steps = twins(), []
+def steps() -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """Each step's places, views and a number from the generator that dropout draws from; a test clears the list."""
+    noted: list[tuple[Tensor, Tensor, Tensor]] = []
     real = SimSiam.step
 
     def step(objective: SimSiam, model: Any, views: tuple[Tensor, ...], labels: Tensor) -> Any:
-        steps.append((labels, torch.stack(views), torch.rand(())))
+        noted.append((labels, torch.stack(views), torch.rand(())))
         return real(objective, model, views, labels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimSiam, "step", step)
+        yield noted
+
+
+@pytest.fixture(scope="module")
+def draw(steps) -> Any:
+    """A client's draws in a round: `draw(client, round)`; always from the client's first state."""
+    federation = twins()
 
     def run(client: int, number: int) -> Draws:
         steps.clear()
@@ -143,9 +147,7 @@ def draw() -> Iterator[Any]:
         assert len(steps) == EPOCHS * IMAGES // BATCH_SIZE
         return Draws(*(torch.stack(parts) for parts in zip(*steps, strict=True)))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimSiam, "step", step)
-        yield run
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -172,23 +174,15 @@ def test_every_epoch_has_its_own_order_of_all_images_and_every_view_is_augmented
         assert len(views.unique(dim=0)) == len(views), key
 
 
-@pytest.mark.parametrize("steps", [None, 7])
-def test_a_views_number_is_its_place_and_its_epoch_and_not_its_batch(steps, monkeypatch):
+def test_a_views_number_is_its_place_and_its_epoch_and_not_its_batch(steps):
     """Seven steps of four of twelve images begin a third epoch; in it the epoch is 2."""
     federation = twins()
     method, client = federation.method, federation.client(1, Message())
-    drawn: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-    real = SimSiam.step
-
-    def step(objective: SimSiam, model: Any, views: tuple[Tensor, ...], labels: Tensor) -> Any:
-        drawn.append((labels, views))
-        return real(objective, model, views, labels)
-
-    monkeypatch.setattr(SimSiam, "step", step)
+    steps.clear()
     local = LocalRound(client, Message(), 2, method.seed, method.objective, method.augmentation)
-    train_locally(local, method.training.model_copy(update={"local_steps": steps}), [], rounds=3)
-    assert len(drawn) == (steps or EPOCHS * IMAGES // BATCH_SIZE)
-    for number, (places, views) in enumerate(drawn):
+    train_locally(local, method.training.model_copy(update={"local_steps": 7}), [], rounds=3)
+    assert len(steps) == 7
+    for number, (places, views, _) in enumerate(steps):
         for index, place in enumerate(places):
             row = place[None]
             alone = local.views(client.images[row], row, "training", number // (IMAGES // BATCH_SIZE))

@@ -88,42 +88,6 @@ def test_killed_and_resumed_it_ends_alike_however_steps_compute(options, tmp_pat
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-# What each method is there for, seen in a run
-
-
-def test_fedema_keeps_each_clients_first_lambda(finished):
-    path = finished(small("fedema"))
-    found = metrics(path)
-    for client in ("0", "1"):
-        assert found[2, client, "divergence"] != found[1, client, "divergence"]
-        assert found[1, client, "lambda"] == found[2, client, "lambda"]
-        assert found[1, client, "lambda"] == pytest.approx(0.7 / found[1, client, "divergence"])
-        kept = RunDirectory.open(path).client_state(int(client)).numbers["fedema.lambda"]
-        assert kept == found[1, client, "lambda"]
-    assert found[1, "0", "lambda"] != found[1, "1", "lambda"]
-
-
-def test_orchestras_clusters_move_and_are_used(finished):
-    path = finished(small("orchestra"))
-    found, directory = metrics(path), RunDirectory.open(path)
-    assert 1 <= found[2, "global", "clusters_used"] <= 8
-    server = directory.server_state().tensors["centroids"]
-    client = directory.client_state(0)
-    assert not torch.equal(client.tensors["model/centroids"], server)  # the client has those of the round before
-    torch.testing.assert_close(server.norm(dim=1), torch.ones(8))
-    torch.testing.assert_close(client.tensors["model/memory"].norm(dim=1), torch.ones(12))
-
-
-def test_fedcas_terms_are_there_from_the_round_on_in_which_they_can(finished):
-    path = finished(small("fedca"))
-    found = metrics(path)
-    assert (1, "0", "dictionary_loss") not in found
-    assert found[2, "0", "dictionary_loss"] > 0
-    assert found[1, "0", "base_distance"] > 0
-    kept = RunDirectory.open(path).client_state(0).tensors
-    assert any(name.startswith("memory/base_model.") for name in kept)
-
-
 # What travels
 
 
@@ -164,13 +128,6 @@ def test_orchestra_sends_weights_and_centroids(orchestra):
         assert down["centroids"].shape == (8, 16)
         assert set(up) == names | target | {"local_centroids"}
         assert up["local_centroids"].shape == (4, 16)
-    # in the opening round both clients cluster with the same, the server's, network, and train nothing
-    client = federation.client(0, Message())
-    federation.method.client_round(client, opening, 0)
-    for name, tensor in opening.tensors.items():
-        assert torch.equal(client.model.state_dict()[name], tensor)
-        twin = client.model.state_dict().get(name.replace("online.", "target."))
-        assert twin is None or torch.equal(twin, tensor)
 
 
 def test_orchestras_clients_begin_a_round_with_the_mean_of_their_target_networks(orchestra):

@@ -10,13 +10,11 @@ from fedssl.aggregators.representation_mean import (
     KERNEL,
     RepresentationMean,
     canonical_factor,
-    join_factors,
     whitening_matrix,
 )
 from fedssl.client import LocalRound
 from fedssl.data.pixels import normalize
 from fedssl.engines.in_process import run
-from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from tests.fedssl.conftest import ALIGNED
@@ -43,15 +41,6 @@ def test_what_is_sent_is_the_weighted_mean_kernel_or_a_factor_of_it(send):
     assert sent.shape == ((20, 8) if send == "factor" else (20, 20))
     mean = kernel_of(sent) if name == FACTOR else sent.double()
     torch.testing.assert_close(mean, 0.25 * k0 + 0.75 * k1, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [([1.0], "has 1 entries for 2 clients"), ([2.0, -0.5], "must be non-negative"), ([0.0, 0.0], "positive sum")],
-)
-def test_weights_that_are_no_mean_are_refused(weights, message):
-    with pytest.raises(UserError, match=message):
-        RepresentationMean(weights=weights).check(2)
 
 
 def test_clients_that_have_not_answered_yet_shift_nobodys_weight():
@@ -105,11 +94,6 @@ def test_half_whitening_gives_the_square_root_of_the_kernel():
     a = torch.randn(30, 6, dtype=torch.float64) @ torch.diag(torch.tensor([10.0, 5, 1, 1, 0.1, 0])).double()
     kernel = kernel_of(a @ whitening_matrix(a))
     torch.testing.assert_close(kernel @ kernel, a @ a.T, atol=1e-6, rtol=1e-6)
-
-
-def test_a_client_of_weight_zero_is_left_out():
-    a, b = torch.randn(5, 2), torch.randn(5, 3)
-    torch.testing.assert_close(kernel_of(join_factors([a, b], [0.0, 1.0])), kernel_of(b))
 
 
 def test_everybody_is_asked_before_training_for_representations_of_the_public_images_and_nothing_else(tiny, tmp_path):

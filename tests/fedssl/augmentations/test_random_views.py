@@ -22,7 +22,7 @@ from fedssl.evaluation.fine_tuning import FineTuning, fine_tuned_network
 from fedssl.models.model import Model
 from fedssl.regularizers.public_objective import PublicObjective
 from fedssl.regularizers.relational_distillation import other_images
-from tests.fedssl.evaluation.bright_quarters import TinyEncoder, bright_quarters
+from tests.fedssl.evaluation.conftest import TinyEncoder, bright_quarters
 from tests.fedssl.small_models import local_round, scalar_model
 
 KEY, CPU = ViewKey(7, client=1, round=2, epoch=3), torch.device("cpu")

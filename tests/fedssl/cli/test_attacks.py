@@ -16,10 +16,8 @@ from fedssl.run_folder.creation import alone_in
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import tiny_values
 from tests.fedssl.forked_command import start_command
+from tests.fedssl.test_untrusted import BOMB
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
 PART = """
 from pathlib import Path
 
@@ -74,10 +72,7 @@ def one_line(code: int, err: str) -> None:
     ("change", "message"),
     [
         ("rounds: 1\n", "line 3[0-9]*|the key 'rounds' stands there already"),
-        ("extra: !!timestamp 2020-13-45\n", "'2020-13-45' is not a valid timestamp"),
-        ("extra: !!int x\n", "'x' is not a valid int"),
         ("extra: " + "9" * 5000 + "\n", "extra: unknown key"),
-        ("extra: " + "[" * 2000 + "]" * 2000 + "\n", "nested more than 50 deep"),
         (BOMB, "aliases repeat this"),
         ('extra: "\\e[2J"\n', "holds control characters"),
         ("5: extra\n", "5: unknown key"),
@@ -101,21 +96,16 @@ def test_hostile_yaml(change, message, fedssl, tmp_path):
         ("regularizers.².weight=1", "a list of 0, which has no entry '²'|list"),
         ("rounds=true", "rounds: input should be a number or a text, not true or false"),
         ("training.learning_rate=false", "training.learning_rate: input should be a number"),
-        ("rounds=2020-13-45", "rounds: input should be a valid integer"),
         ("rounds=" + "9" * 5000, "rounds: unable to parse input string as an integer"),
         ("seed=9223372036854775808", "more than 64 bits"),
-        ("x=" + "[" * 2000, "nested more than 50 deep"),
         (".".join("a" * 2000) + "=1", "2000 levels deep"),
         ("name=\x1b[2J", "special characters are not allowed"),
-        ('name="\\e[2J"', "control characters"),
         ('name="a\\nb"', "name: expected 1 to 200 characters on one line"),
-        ("name=" + "x" * 201, "name: expected 1 to 200 characters"),
         ('name=""', "name: expected 1 to 200 characters"),
         ("name=../../thesis", "holds a slash, so it cannot be a folder's name"),
         ("name=" + "日" * 200, "File name too long"),
         ("regularizers=[~nosuchuser/part.py]", "begins with an unknown user's home folder"),
         ("regularizers=[./nosuch.py]", "there is no part file"),
-        ("data={name: digits, name: npz}", "the key 'name' stands there already"),
         ("\x1b[2Jrounds=3", "unknown key"),
     ],
 )
@@ -130,10 +120,8 @@ def test_hostile_overrides(override, message, fedssl, tiny_file, tmp_path):
     "command",
     [
         ("run", "~nosuchuser/r.yaml"),
-        ("show", "~nosuchuser/r.yaml"),
         ("run-table", "~nosuchuser/t.yaml"),
         ("run", "pipe"),
-        ("show", "pipe"),
         ("run-table", "pipe"),
         ("run", "fedbyol", "regularizers=[./pipe.py]"),
         ("run", "a" * 5000),

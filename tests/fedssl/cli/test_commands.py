@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib.metadata
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from fedssl.errors import installed_distribution
 from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.cli.test_attacks import one_line, recipe_text
@@ -47,24 +48,11 @@ def test_lists_and_partition(fedssl, tmp_path):
     assert "hetero_ssfl" in fedssl("recipes")[1]
     assert "digits_demo" in fedssl("tables")[1]
     assert "torch" in fedssl("doctor")[1]
+    assert fedssl("--version")[1] == f"fedssl {importlib.metadata.version(installed_distribution())}\n"
     code, out, _ = fedssl("partition", "hetero_ssfl", "--chart", "chart.png")
     assert code == 0
     assert "total" in out.lower()
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
-NPZ = ["local_only", "data.public_holdout=0", "data.name=npz"]
-TWO = "partition={name: disjoint_classes, clients: 3}"
-
-
-def images(path, **changes):
-    arrays = {
-        "x_train": np.zeros((40, 8, 8, 1), np.uint8),
-        "y_train": np.arange(40) % 2,
-        "x_test": np.zeros((10, 8, 8, 1), np.uint8),
-        "y_test": np.arange(10) % 2,
-    } | changes
-    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
 
 
 @pytest.mark.parametrize(
@@ -77,9 +65,6 @@ def images(path, **changes):
         (["run", "clients_parallel=0", "--resume", "nowhere"], "clients_parallel must be a whole number of at least 1"),
         (["run", "--resume", "nowhere", "--overwrite"], "--resume takes neither --output nor --overwrite"),
         (["run", "hetero_ssfl", "data.name=npz", "data.path=none.npz"], "none.npz"),
-        (["run", *NPZ, "data.path=nokeys.npz"], "x_train"),
-        (["run", *NPZ, "data.path=nan.npz"], "nan.npz"),
-        (["run", *NPZ, "data.path=two.npz", TWO], "the data have only 2; lower partition.clients to 2"),
         (["run", "local_only", "training.batch_size=5000"], "fewer than training.batch_size 5000"),
         (["run", "local_only", "partition={name: iid, clients: 1130}"], "min_samples|batch_size"),
         (["evaluate", "nowhere"], "nowhere"),
@@ -88,24 +73,16 @@ def images(path, **changes):
         (["embed", "nowhere", "."], "nowhere is not an exported encoder"),
         (["run", "fedbyol", "model.weights=none.pt"], "model.weights: there is no file .*none.pt"),
         (["run", "local_only", "model.weights={resnet18: none.pt}"], "model.weights names resnet18, but architectures"),
+        (["run", "local_only", "--observer", "./nothing.py"], "an observer is an existing .py file .*, got nothing.py"),
         (["report", "nowhere"], "nowhere"),
         (["run-table", "nowhere"], "nowhere"),
     ],
 )
 def test_a_users_mistake_is_one_line_exit_code_2_and_leaves_nothing(fedssl, tmp_path, arguments, message):
-    np.savez(tmp_path / "nokeys.npz", pictures=np.zeros((4, 8, 8), np.uint8))
-    bad = np.zeros((40, 8, 8, 1), np.float32)
-    bad[3, 1, 1, 0] = np.nan
-    images(tmp_path / "nan.npz", x_train=bad)
-    images(tmp_path / "two.npz")
-    before = sorted(tmp_path.rglob("*"))
     code, _, err = fedssl(*arguments)
-    assert code == 2
-    assert err.startswith("fedssl: ")
-    assert err.count("\n") == 1, err
+    one_line(code, err)
     assert re.search(message, err), err
-    assert "Traceback" not in err
-    assert sorted(tmp_path.rglob("*")) == before
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_privacy_is_foretold(fedssl):
@@ -129,18 +106,11 @@ from fedssl import Observer
 
 
 class Logger(Observer):
-    def run_began(self, recipe, path, first_round):
-        self.log = open(Path(__file__).with_suffix(".log"), "a")
-        self.log.write(f"began {first_round}\\n")
-
     def round_ended(self, number, rows):
-        self.log.write("".join(f"{row}\\n" for row in rows))
+        with open(Path(__file__).with_suffix(".log"), "a") as log:
+            log.write(f"{number} ")
         if number == STOP_AFTER:
             raise KeyboardInterrupt
-
-    def run_ended(self, finished):
-        self.log.write(f"ended {finished}\\n")
-        self.log.close()
 """
 
 
@@ -153,17 +123,4 @@ def test_observers_are_called_by_a_run_and_its_continuation(fedssl, tmp_path):
     assert code == 130
     assert "continue with: fedssl run --resume run" in out
     assert fedssl("run", "--resume", "run", "--observer", "goes_on.py")[0] == 0
-    rows = RunDirectory.open(Path("run")).read_metrics()
-    before, after = ([f"{row}" for row in rows if (row[0] <= 1) == first] for first in (True, False))
-    assert Path("stops.log").read_text().splitlines() == ["began 0", *before, "ended False"]
-    assert Path("goes_on.log").read_text().splitlines() == [
-        *("began 0", *before, "ended False"),
-        *("began 2", *after, "ended True"),
-    ]
-
-
-def test_a_missing_observer_is_one_line_and_nothing_runs(fedssl, tmp_path):
-    code, _, err = fedssl("run", "local_only", "--output", "run", "--observer", "./nothing.py")
-    one_line(code, err)
-    assert "an observer is an existing .py file with one subclass of fedssl.Observer, got nothing.py" in err
-    assert not (tmp_path / "run").exists()
+    assert (Path("stops.log").read_text(), Path("goes_on.log").read_text()) == ("0 1 ", "0 1 2 ")

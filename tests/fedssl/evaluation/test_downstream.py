@@ -1,8 +1,9 @@
-"""Evaluation on other data than the run's: of a run, of an exported encoder, and as a recipe's and a table's option."""
+"""Evaluation on other data than the run's, and of a supervised run's own classifier."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import shutil
 
 import numpy as np
@@ -12,10 +13,18 @@ import torch
 from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.errors import UserError
-from fedssl.evaluation.evaluate import EvaluationOptions, check_downstream, in_channels, load_downstream
+from fedssl.evaluation.evaluate import (
+    EvaluationOptions,
+    check_downstream,
+    evaluate_downstream,
+    evaluate_model,
+    in_channels,
+    load_downstream,
+)
 from fedssl.evaluation.fine_tuning import FineTuneOptions
 from fedssl.evaluation.metrics import is_accuracy, metric_title
 from fedssl.export.encoder_folder import export_encoder
+from fedssl.federation import build_federation
 from fedssl.models.encoders import build_encoder
 from fedssl.models.model import Model
 from fedssl.reports.evaluation import evaluate_export, evaluate_run, parse_data
@@ -40,7 +49,7 @@ def other_data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(noisy, finished, tmp_path_factory):
+def finished_run(noisy, finished, tmp_path_factory):
     """A finished run on noise of 8x8 grey pixels, and its exported encoder."""
     path = tmp_path_factory.mktemp("runs") / "run"
     shutil.copytree(finished(noisy(rounds=1, **AVERAGED)), path)
@@ -52,9 +61,9 @@ def rows(path):
         return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)}
 
 
-def test_a_run_and_its_export_on_other_data(run, other_data):
+def test_a_run_and_its_export_on_other_data(finished_run, other_data):
     data = DataOptions(name="npz", path=other_data)
-    path, encoder = run
+    path, encoder = finished_run
     of_run = evaluate_run(
         path, [0.5], fine_tune=FineTuneOptions(images="validation", epochs=2, warmup_epochs=0), data=data
     )
@@ -69,8 +78,8 @@ def test_a_run_and_its_export_on_other_data(run, other_data):
     assert not (path / "evaluation.csv").exists()
 
 
-def test_what_cannot_be_evaluated_is_refused(run, other_data, tmp_path):
-    path, encoder = run
+def test_what_cannot_be_evaluated_is_refused(finished_run, other_data, tmp_path):
+    path, encoder = finished_run
     with pytest.raises(UserError, match=r"is an exported encoder, which names no data: give --data"):
         evaluate_export(encoder, None)
     with pytest.raises(UserError, match="not a run's folder"):
@@ -139,27 +148,19 @@ def test_encoders_of_unlabelled_images_are_fine_tuned_on_the_other_data(noisy, t
     assert record.evaluated("effective_rank", "after") is not None
 
 
-def test_errors_of_the_recipes_option_name_it(noisy, other_data, tmp_path):
-    def with_downstream(label, **data):
-        evaluation = tiny_values()["evaluation"] | {"downstream": {label: data}}
-        return noisy(rounds=1, **AVERAGED, evaluation=evaluation)
-
+def test_errors_of_the_recipes_option_name_it(noisy, tmp_path):
+    other = {"a": {"name": "npz", "path": str(tmp_path / "nothing.npz")}}
+    recipe = noisy(rounds=1, **AVERAGED, evaluation=tiny_values()["evaluation"] | {"downstream": other})
     with pytest.raises(UserError, match=r"evaluation\.downstream\.a: there is no file"):
-        in_process.run(with_downstream("a", name="npz", path=str(tmp_path / "nothing.npz")), tmp_path / "run")
+        in_process.run(recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match=r"downstream: .*the label 'a_b' must consist of letters and digits"):
-        with_downstream("a_b", name="digits")
-    with pytest.raises(UserError, match=r"evaluation\.downstream\.a\.nme: unknown key"):
-        with_downstream("a", nme="digits")
 
 
 def test_a_table_has_columns_of_other_data():
     values = {"name": "t", "seeds": [0], "rows": [{"label": "a", "recipe": "fedbyol"}]}
-    table = Table.model_validate(values | {"metrics": ["knn", "downstream_cifar10_linear"]})
-    assert table.metrics[1] == "downstream_cifar10_linear"
+    Table.model_validate(values | {"metrics": ["knn", "downstream_cifar10_linear"]})
     assert metric_title("downstream_cifar10_linear") == "on cifar10: linear accuracy (%)"
-    assert is_accuracy("downstream_cifar10_linear")
-    assert not is_accuracy("downstream_cifar10_effective_rank")
+    assert is_accuracy("downstream_cifar10_linear") is not is_accuracy("downstream_cifar10_effective_rank")
     with pytest.raises(ValueError, match="unknown metric"):
         Table.model_validate(values | {"metrics": ["downstream_cifar10_nothing"]})
 
@@ -167,10 +168,56 @@ def test_a_table_has_columns_of_other_data():
 def test_data_on_the_command_line():
     options = parse_data("name=npz,path=a,b.npz,train_limit=5")
     assert (options.name, str(options.path), options.train_limit) == ("npz", "a,b.npz", 5)
-    for text, message in (
-        ("digits", "expected KEY=VALUE"),
-        ("name=digts", "name: input should be"),
-        ("x=[", "is not YAML"),
-    ):
+    for text, message in (("name=digts", "name: input should be"), ("x=[", "is not YAML")):
         with pytest.raises(UserError, match=message):
             parse_data(text)
+
+
+# A supervised run's own classifier
+
+SUPERVISED = AVERAGED | {"objective": "supervised"}
+
+
+@pytest.fixture(scope="module")
+def measured(tiny):
+    """A federation, its untrained model and the dataset."""
+    federation = build_federation(tiny(**SUPERVISED))
+    return federation, federation.new_model(None), federation.dataset
+
+
+def test_the_accuracy_is_that_of_the_whole_network_on_the_test_images(measured):
+    _, model, dataset = measured
+    with torch.no_grad():
+        model.eval()
+        images = (dataset.test_images.float() / 255 - 0.5) / 0.25
+        predicted = model.online["classifier"](model.encoder(images)).argmax(dim=1)
+    expected = 100 * (predicted == dataset.test_labels).float().mean().item()
+    metrics, _ = evaluate_model(model, dataset, EvaluationOptions(neighbors=5), 0, linear=False)
+    assert metrics["classifier"] == pytest.approx(expected)
+    # Labels that the network gives itself are all predicted, so the measure cannot be a constant.
+    own = dataclasses.replace(dataset, test_labels=predicted)
+    assert evaluate_model(model, own, EvaluationOptions(neighbors=5), 0, linear=False)[0]["classifier"] == 100.0
+
+
+def test_other_data_have_other_classes_and_self_supervised_models_no_classifier(measured, tiny):
+    _, model, dataset = measured
+    measures = evaluate_downstream(model, {"other": dataset}, EvaluationOptions(neighbors=5), 0, after=False)
+    assert "downstream_other_knn" in measures
+    assert not any("classifier" in name for name in measures)
+    byol = build_federation(tiny(**AVERAGED)).new_model(None)
+    assert "classifier" not in evaluate_model(byol, dataset, EvaluationOptions(neighbors=5), 0, linear=False)[0]
+
+
+def test_a_run_reports_it_globally_or_per_client_and_it_learns(tiny, tmp_path):
+    training = {"local_epochs": 10, "batch_size": 8}
+    averaged = in_process.run(tiny(**SUPERVISED, training=training), tmp_path / "averaged")
+    found = {(n, who): v for n, who, metric, v in averaged.read_metrics() if metric == "classifier"}
+    assert set(found) == {(0, "global"), (2, "global")}
+    assert found[2, "global"] > found[0, "global"] + 20
+    header = evaluate_run(tmp_path / "averaged").read_text().splitlines()[0]
+    assert "classifier" in header.split(",")
+    other = evaluate_run(tmp_path / "averaged", data=DataOptions(name="digits", train_limit=50, test_limit=20))
+    assert "classifier" not in other.read_text()
+
+    rows = in_process.run(tiny(objective="supervised"), tmp_path / "alone").read_metrics()
+    assert {who for n, who, m, _ in rows if m == "classifier" and n == 2} == {"0", "1", "2", "mean"}

@@ -15,7 +15,7 @@ from fedssl.evaluation import features as features_module
 from fedssl.evaluation.evaluate import EvaluationOptions
 from fedssl.evaluation.features import extract_features, measured_on
 from fedssl.models.model import Model
-from tests.fedssl.evaluation.bright_quarters import bright_quarters
+from tests.fedssl.evaluation.conftest import bright_quarters
 
 
 def test_features_are_the_encoders_output_in_evaluation_mode(encoder, monkeypatch):

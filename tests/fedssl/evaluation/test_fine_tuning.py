@@ -1,15 +1,16 @@
-"""Fine-tuning on few labels and on all, and the scores in which every class counts alike."""
+"""Fine-tuning on few labels and on all, its RandAugment, and the scores in which every class counts alike."""
 
 from __future__ import annotations
 
 import copy
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torchvision.transforms import RandAugment
 
 from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
@@ -28,13 +29,13 @@ from fedssl.evaluation.fine_tuning import (
     learning_rate_factor,
     semi_supervised_accuracy,
 )
-from fedssl.models.encoders import build_encoder
+from fedssl.evaluation.rand_augment import rand_augment
 from fedssl.models.model import Model
 from fedssl.reports.evaluation import evaluate_run
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.evaluation.bright_quarters import TinyEncoder, bright_quarters
+from tests.fedssl.evaluation.conftest import TinyEncoder, bright_quarters
+from tests.fedssl.test_synchronisations import Operations
 
-BREASTMNIST = Path(__file__).parents[4] / "shared" / "data" / "breastmnist28_full.npz"
 SCORES = ["accuracy", "per_class_accuracy", "precision", "recall", "f1"]
 
 
@@ -73,13 +74,6 @@ def test_a_subset_takes_the_fraction_of_every_class_and_at_least_one():
     assert labeled_subset(torch.tensor([1, 0, 0, 2]), 1.0, torch.Generator()).tolist() == [0, 1, 2, 3]
 
 
-def test_a_subset_is_random_but_reproducible():
-    labels = torch.arange(1000) % 10
-    first, again, other = (labeled_subset(labels, 0.1, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
 def test_a_fraction_out_of_range_is_refused(encoder, fraction):
     with pytest.raises(UserError, match="fraction: expected above 0 and at most 1"):
@@ -89,26 +83,13 @@ def test_a_fraction_out_of_range_is_refused(encoder, fraction):
 # The protocols
 
 
-def test_a_name_gives_all_values_and_single_ones_can_be_set():
-    hetero_ssfl = FineTuning(epochs=100, batch_size=512, optimizer="nesterov", learning_rate=0.05)
-    assert SemiSupervisedOptions().tuning(0.1) == SemiSupervisedOptions().tuning(0.011) == hetero_ssfl
-    assert SemiSupervisedOptions().tuning(0.01) == hetero_ssfl._replace(batch_size=256)
-    assert SemiSupervisedOptions(batch_size=31).tuning(0.01).batch_size == 31
-    fedu2 = SemiSupervisedOptions(name="fedu2")
-    assert fedu2.tuning(0.01) == fedu2.tuning(0.1)
-    assert fedu2.tuning(0.1) == FineTuning(
-        epochs=200,
-        batch_size=128,
-        optimizer="sgd",
-        learning_rate=0.001,
-        classifier_learning_rate=0.3,
-        augmentation="crop_and_flip",
-    )
+def test_single_values_of_a_protocol_can_be_set():
+    one = SemiSupervisedOptions()
+    assert (one.tuning(0.1).batch_size, one.tuning(0.011).batch_size, one.tuning(0.01).batch_size) == (512, 512, 256)
+    assert SemiSupervisedOptions(batch_size=31).tuning(0.01) == one.tuning(0.01)._replace(batch_size=31)
     shorter = SemiSupervisedOptions(name="fedu2", epochs=7, augmentation="none")
-    assert shorter.tuning(0.1) == fedu2.tuning(0.1)._replace(epochs=7, augmentation="none")
-    # LW-FedSSL's is the same as fine-tuning on all labels by its protocol
+    assert shorter.tuning(0.1) == PROTOCOLS["fedu2"]._replace(epochs=7, augmentation="none")
     assert SemiSupervisedOptions(name="lw_fedssl").tuning(0.1) == FineTuneOptions().tuning()
-    assert SemiSupervisedOptions(name="lw_fedssl", epochs=8, warmup_epochs=2).tuning(0.1).warmup_epochs == 2
 
 
 def test_a_warm_up_that_is_not_shorter_than_the_training_is_refused():
@@ -211,13 +192,6 @@ def test_a_batch_of_one_image_takes_the_running_statistics(batch_size, sizes):
     assert steps[-len(sizes) :] == [(size, size > 1) for size in sizes]
 
 
-def test_one_labelled_image_of_a_resnet_does_not_crash():
-    images, labels = torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64)
-    small = build_encoder("small_resnet10", 1, 8)
-    dataset = Dataset("one class", images, labels, images, labels, tuple("ab"), None)
-    assert semi_supervised_accuracy(small, dataset, 0.01, SemiSupervisedOptions(epochs=2), 0) == 100.0
-
-
 # What stays as it was
 
 
@@ -288,14 +262,11 @@ def test_the_seed_and_the_augmentation_decide(encoder):
     assert fine_tuned_scores(encoder, quarters(), plain, 0) != scores[0]
 
 
-def test_divergence_and_a_missing_split_are_told(encoder, tiny, tmp_path):
+def test_divergence_and_a_missing_split_are_told(encoder):
     with pytest.raises(UserError, match="learning_rate: fine-tuning diverged at 1e\\+30"):
         accuracy(encoder, learning_rate=1e30, epochs=5)
     with pytest.raises(UserError, match="the data have no validation split: use train"):
         fine_tuned_scores(encoder, quarters(validation=False), FineTuneOptions(images="validation"), 0)
-    with pytest.raises(UserError, match="no validation split"):
-        run(tiny(**AVERAGED, evaluation={"fine_tune": {"images": "validation"}}), tmp_path / "a")
-    assert not (tmp_path / "a").exists()
 
 
 # In a run
@@ -311,8 +282,6 @@ def test_a_run_fine_tunes_after_training_and_so_does_evaluate(tiny, tmp_path):
     header, row = evaluate_run(tmp_path / "a").read_text().splitlines()
     again = dict(zip(header.split(","), row.split(","), strict=True))
     assert float(again["fine_tune_f1"]) == pytest.approx(found["f1"][1], abs=0.006)
-    with pytest.raises(UserError, match="no validation split"):
-        evaluate_run(tmp_path / "a", fine_tune=FineTuneOptions(images="validation"))
 
 
 def test_a_models_evaluation_follows_the_named_protocol(encoder):
@@ -326,31 +295,55 @@ def test_a_models_evaluation_follows_the_named_protocol(encoder):
     assert metrics["semi_supervised_0.5"] != semi_supervised_accuracy(*given, SemiSupervisedOptions(epochs=2), 3)
 
 
-@pytest.mark.parametrize("medmnist", [False, True])
-def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path, medmnist):
+@pytest.mark.parametrize(("x", "y"), [("x_{}", "y_{}"), ("{}_images", "{}_labels")])
+def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path, x, y):
     images = np.random.default_rng(0).integers(0, 256, (24, 8, 8), dtype=np.uint8)
-    labels = (np.arange(24) % 3)[:, None].astype(np.uint8)
     arrays = {}
     for name, rows in {"train": slice(0, 12), "val": slice(12, 18), "test": slice(18, 24)}.items():
-        x, y = (f"{name}_images", f"{name}_labels") if medmnist else (f"x_{name}", f"y_{name}")
-        arrays |= {x: images[rows], y: labels[rows]}
+        arrays |= {x.format(name): images[rows], y.format(name): (np.arange(24) % 3)[rows, None]}
     np.savez(tmp_path / "a.npz", **arrays)
     data = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz"), 0)
-    assert data.train_images.shape == (12, 1, 8, 8)
+    assert np.array_equal(data.train_images[:, 0].numpy(), images[:12])
     assert np.array_equal(data.validation_images[:, 0].numpy(), images[12:18])
     assert data.validation_labels.tolist() == [0, 1, 2, 0, 1, 2]
-    assert np.array_equal(data.test_images[:, 0].numpy(), images[18:])
     resized = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz", image_size=16), 0)
     assert resized.validation_images.shape == (6, 1, 16, 16)
-    x = "val_images" if medmnist else "x_val"
-    np.savez(tmp_path / "b.npz", **arrays | {x: np.zeros((6, 9, 9), np.uint8)})
+    np.savez(tmp_path / "b.npz", **arrays | {x.format("val"): np.zeros((6, 9, 9), np.uint8)})
     with pytest.raises(UserError, match="validation images are 1x9x9"):
         load_dataset(DataOptions(name="npz", path=tmp_path / "b.npz"), 0)
 
 
-@pytest.mark.skipif(not BREASTMNIST.is_file(), reason=f"needs {BREASTMNIST}")
-def test_breastmnist_has_its_official_splits():
-    data = load_dataset(DataOptions(name="npz", path=BREASTMNIST), 0)
-    assert [len(x) for x in (data.train_images, data.validation_images, data.test_images)] == [546, 78, 156]
-    labels = (data.train_labels, data.validation_labels, data.test_labels)
-    assert [x.bincount().tolist() for x in labels] == [[147, 399], [21, 57], [42, 114]]
+# RandAugment of a batch against torchvision's, which takes one image at a time
+
+
+def blurred(count, channels, height, width):
+    """Images that use a part of the grey values, some of them one value alone, as equalising treats these apart."""
+    coarse = 255 * torch.rand(count, channels, height // 8 + 1, width // 8 + 1)
+    images = F.interpolate(coarse, (height, width), mode="bilinear").to(torch.uint8)
+    images[::7] = images[::7, :, :1, :1]
+    return images
+
+
+@pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (3, 40, 24), (3, 8, 8)])
+def test_a_batch_is_torchvisions_images_bit_for_bit(channels, height, width):
+    torch.manual_seed(0)
+    images, one = blurred(150, channels, height, width), RandAugment()
+    given = images.clone()
+    torch.manual_seed(1)
+    expected, state = torch.stack([one(image) for image in images]), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(rand_augment(images), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(images, given)
+    assert (expected != images).flatten(1).any(1).sum() > 100
+
+
+def test_more_images_take_no_more_operations_but_their_draws():
+    """Each image draws two operations, each by two numbers at the most, which are drawn and read."""
+    counts = []
+    for images in (500, 1000):
+        with Operations() as dispatched:
+            torch.manual_seed(0)
+            rand_augment(torch.zeros(images, 1, 8, 8, dtype=torch.uint8))
+        counts.append(len(dispatched.names))
+    assert counts[1] - counts[0] <= 500 * 2 * 2 * 2

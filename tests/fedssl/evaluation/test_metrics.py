@@ -1,4 +1,4 @@
-"""kNN against a loop and scikit-learn, other measures by hand or on a known spectrum, and the table of metrics."""
+"""kNN against a loop and scikit-learn, other measures and projections by hand, and the table of metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.neighbors import KNeighborsClassifier
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedssl.errors import UserError
@@ -22,11 +21,11 @@ from fedssl.evaluation.metrics import (
     is_reserved,
     knn_accuracy,
     measured_values,
-    metric_title,
-    short_title,
     singular_values,
     uniformity,
 )
+from fedssl.evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne_together
+from tests.fedssl.evaluation.conftest import blobs
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -36,12 +35,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 # Nearest neighbours
 
 
-def blobs(train=90, test=60, dimension=5, classes=4, noise=1.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, dimension, generator=generator, dtype=torch.float64)
-    labels = torch.randint(classes, (train + test,), generator=generator)
-    points = centres[labels] + noise * torch.randn(train + test, dimension, generator=generator, dtype=torch.float64)
-    return points[:train], labels[:train], points[train:], labels[train:]
+def wide_blobs(train=90, test=60, seed=0):
+    return blobs(train, test, 5, seed=seed, dtype=torch.float64)
 
 
 def loop_accuracy(train, train_labels, test, test_labels, neighbors, temperature):
@@ -67,42 +62,21 @@ def loop_accuracy(train, train_labels, test, test_labels, neighbors, temperature
     ("neighbors", "temperature", "seed"), [(1, 0.1, 0), (5, 0.1, 1), (20, 0.1, 2), (20, 1.0, 0), (90, 0.02, 1)]
 )
 def test_knn_equals_the_loop(neighbors, temperature, seed):
-    data = blobs(seed=seed)
+    data = wide_blobs(seed=seed)
     expected = loop_accuracy(*data, neighbors, temperature)
     assert 30 < expected < 100  # otherwise the case distinguishes nothing
     assert knn_accuracy(*data, neighbors=neighbors, temperature=temperature) == pytest.approx(expected)
 
 
-def test_knn_weights_the_votes_by_the_temperature():
-    # The nearest is of class 1; two farther ones, at cosine 0.6, are of class 0. 2 exp(0.6 / t) > exp(1 / t)
-    # where t > 0.4 / log 2 = 0.577.
-    train = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, -0.8]])
-    labels = torch.tensor([1, 0, 0])
-    query, truth = torch.tensor([[3.0, 0.0]]), torch.tensor([1])
-    assert knn_accuracy(train, labels, query, truth, neighbors=3, temperature=0.57) == 100.0
-    assert knn_accuracy(train, labels, query, truth, neighbors=3, temperature=0.59) == 0.0
-
-
-def test_knn_agrees_with_scikit_learn():
-    train, train_labels, test, test_labels = blobs(noise=0.7)
-    classifier = KNeighborsClassifier(
-        n_neighbors=11,
-        metric="cosine",
-        weights=lambda distance: torch.exp(torch.tensor(-distance / 0.1)).numpy(),
-    ).fit(train.numpy(), train_labels.numpy())
-    expected = 100 * classifier.score(test.numpy(), test_labels.numpy())
-    assert knn_accuracy(train, train_labels, test, test_labels, neighbors=11) == pytest.approx(expected)
-
-
 def test_knn_does_not_depend_on_chunks_scales_or_a_tiny_temperature(monkeypatch):
-    train, train_labels, test, test_labels = data = blobs()
+    train, train_labels, test, test_labels = data = wide_blobs()
     expected = knn_accuracy(*data)
     assert knn_accuracy(1e3 * train, train_labels, 1e-3 * test, test_labels) == expected
     assert knn_accuracy(*data, temperature=1e-6) == knn_accuracy(*data, neighbors=1)
     for size in (1, 7 * 90, 90 * 60):  # one test sample a time, seven, all
         monkeypatch.setattr(metrics, "_SIMILARITIES_AT_A_TIME", size)
         assert knn_accuracy(*data) == expected
-    few = blobs(train=8)
+    few = wide_blobs(train=8)
     assert knn_accuracy(*few, neighbors=20) == knn_accuracy(*few, neighbors=8)
 
 
@@ -120,7 +94,7 @@ def test_on_a_gpu_the_number_of_classes_and_the_accuracy_alone_are_read(monkeypa
 
 
 def test_knn_of_half_precision_is_computed_wider():
-    train, train_labels, test, test_labels = (tensor[:50] for tensor in blobs())
+    train, train_labels, test, test_labels = (tensor[:50] for tensor in wide_blobs())
     halves = (train.half(), train_labels, test.half(), test_labels)
     assert knn_accuracy(*halves) == knn_accuracy(halves[0].double(), train_labels, halves[2].double(), test_labels)
 
@@ -137,7 +111,7 @@ def test_knn_of_half_precision_is_computed_wider():
     ],
 )
 def test_bad_input_of_knn_is_named(change, options, message):
-    data = [change.get(position, tensor) for position, tensor in enumerate(blobs())]
+    data = [change.get(position, tensor) for position, tensor in enumerate(wide_blobs())]
     with pytest.raises(UserError, match=message):
         knn_accuracy(*data, **options)
 
@@ -174,13 +148,6 @@ def features_with_spectrum(values, samples=40, dimension=7, seed=0):
     left = torch.linalg.qr(draw - draw.mean(dim=0)).Q  # columns orthonormal and of mean zero
     right = torch.linalg.qr(torch.randn(dimension, len(values), generator=generator, dtype=torch.float64)).Q
     return samples**0.5 * left @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ right.T
-
-
-def test_singular_values_are_those_built_in():
-    values = [3.0, 2.0, 0.5]
-    got = singular_values(features_with_spectrum(values) + 100.0)
-    assert got.dtype == torch.float64
-    torch.testing.assert_close(got, torch.tensor([*values, 0, 0, 0, 0], dtype=torch.float64), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(50, 6), (6, 50)])
@@ -262,9 +229,67 @@ def test_values_of_percentages_are_bounded_by_0_and_100(name):
     assert is_accuracy(name) == (METRICS[name].unit == "%") == (METRICS[name].bounds == (0.0, 100.0))
 
 
-def test_titles():
-    assert metric_title("memory") == "memory of a training step (bytes)"
-    assert metric_title("linear@resnet18") == "linear accuracy (%), resnet18"
-    assert metric_title("public_loss") == "public loss"
-    titles = [short_title(name) for name in ("knn", "linear_auroc", "alignment")]
-    assert titles == ["kNN %", "linear AUROC %", "alignment"]
+# Projections
+
+
+def test_log_singular_values_of_the_covariance_by_hand():
+    # normalised: +-e1 and +-e2, whose covariance is diag(1/2, 1/2, 0)
+    points = torch.tensor([[2.0, 0, 0], [-3, 0, 0], [0, 1, 0], [0, -1, 0]])
+    found = log_covariance_singular_values(points)
+    assert found.tolist() == pytest.approx([math.log(0.5), math.log(0.5), math.log(1e-12)])
+    assert log_covariance_singular_values(points, top=1).tolist() == pytest.approx([math.log(0.5)])
+    # one point: no variance at all
+    assert log_covariance_singular_values(torch.ones(4, 2)).tolist() == pytest.approx([math.log(1e-12)] * 2)
+
+
+def test_three_dimensions_are_only_turned():
+    features = normal(20, 3)
+    unit = features.double() / features.double().norm(dim=1, keepdim=True)
+    points = sphere_points(features)
+    torch.testing.assert_close(points @ points.T, unit @ unit.T)
+
+
+def test_a_point_and_an_arc_stay_what_they_are():
+    one = torch.tensor([[3.0, 4, 0, 0, 0], [6, 8, 0, 0, 0]])
+    torch.testing.assert_close(sphere_points(one), torch.tensor([[1.0, 0, 0]] * 2, dtype=torch.float64))
+    angle = torch.linspace(-0.6, 0.6, 30, dtype=torch.float64)
+    plane = torch.linalg.qr(normal(7, 2).double()).Q
+    points = sphere_points(2.5 * torch.stack([angle.cos(), angle.sin()], dim=1) @ plane.T)
+    torch.testing.assert_close(points[:, 2], torch.zeros(30, dtype=torch.float64), atol=1e-7, rtol=0)
+    torch.testing.assert_close(points[:, 0], angle.cos())
+    torch.testing.assert_close(points[:, 1].abs(), angle.sin().abs())
+
+
+def test_the_first_axis_points_at_the_middle_whatever_the_dimension():
+    features = normal(50, 1) + 5
+    assert sphere_points(features).tolist() == [[1.0, 0.0, 0.0]] * 50
+    assert sphere_points(-features).tolist() == [[1.0, 0.0, 0.0]] * 50
+    assert sphere_points(normal(50, 12) + 0.5)[:, 0].mean() > 0.5
+    # a row without a direction is zero
+    assert sphere_points(torch.tensor([[0.0, 0], [1, 0]])).tolist() == [[0, 0, 0], [1, 0, 0]]
+
+
+def test_coverage_of_a_point_a_half_and_all():
+    assert sphere_coverage(torch.tensor([[0.0, 0, 1]] * 5)) == 1 / 200
+    points = torch.nn.functional.normalize(normal(5000, 3), dim=1)
+    assert sphere_coverage(points) == 1.0
+    half = points[points[:, 2] > 0]
+    assert sphere_coverage(half) == pytest.approx(0.5, abs=0.1)  # cells on the equator count whole
+    # 200 points in 200 cells: 1 - (1 - 1/200)^200 of them are hit
+    assert sphere_coverage(points[:200]) == pytest.approx(1 - (1 - 1 / 200) ** 200, abs=0.07)
+
+
+def test_tsne_puts_alike_near_alike_and_repeats():
+    centres = 10 * torch.eye(3, 8)
+    features = centres.repeat(10, 1) + 0.1 * normal(30, 8)
+    other = features + 0.01 * normal(30, 8, seed=1)
+    first, second = tsne_together(features, other, seed=3)
+    assert first.shape == second.shape == (30, 2)
+    nearest = torch.cdist(second, first).argmin(dim=1)
+    assert (nearest % 3 == torch.arange(30) % 3).all()
+    torch.testing.assert_close(tsne_together(features, other, seed=3), (first, second))
+
+
+def test_tsne_of_a_collapsed_representation_does_not_fail():
+    first, second = tsne_together(torch.ones(8, 4), torch.ones(6, 4), seed=0)
+    assert torch.isfinite(torch.cat([first, second])).all()

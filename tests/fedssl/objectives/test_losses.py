@@ -1,4 +1,4 @@
-"""The objectives' losses by hand, the sizes of their heads, and what their target networks follow."""
+"""The objectives' losses by hand, their heads, what their target networks follow, and Orchestra's memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fedssl.objectives.base import Objective
 from fedssl.objectives.byol import BYOL
 from fedssl.objectives.fedx import FedX
 from fedssl.objectives.moco_v3 import MoCoV3
+from fedssl.objectives.orchestra import Orchestra, OrchestraModel, cluster_loss, turn
 from fedssl.objectives.simclr import SimCLR
 from fedssl.objectives.simsiam import SimSiam
 from fedssl.objectives.supervised import Supervised
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.small_models import Flat, Scale
+from tests.fedssl.small_models import E1, E2, Flat, Scale
 
 LABELS = torch.tensor([0, 1])
 #: Two views of two images of two pixels. Once normalised the first view is e1, e2 and the second e2, e2.
@@ -149,3 +150,44 @@ def test_supervised_training_is_cropped_a_little_and_mirrored_as_the_recipe_says
     constant = torch.full_like(images, 77)
     views, _ = Supervised().training_augmentation(RandomViews(flip=0.0)).views(constant, torch.arange(30), ViewKey(0))
     torch.testing.assert_close(views, normalize(constant))
+
+
+# Orchestra
+
+
+def test_cluster_loss_of_two_images():
+    """t = 1, centroids e1, e2. A target at e1 wants (e, 1) / (e + 1) = (p, q). An online e1 gives it: the entropy of
+    (p, q); an online e2 gives (q, p): -p ln q - q ln p.
+    """
+    p = math.e / (math.e + 1)
+    q = 1 - p
+    centroids = torch.stack([E1, E2])
+    target = torch.stack([E1, E1])
+    agreeing = -p * math.log(p) - q * math.log(q)
+    opposed = -p * math.log(q) - q * math.log(p)
+    loss = cluster_loss(torch.stack([E1, E2]), target, centroids, 1.0)
+    assert float(loss) == pytest.approx((agreeing + opposed) / 2)
+
+
+def test_images_are_turned_by_their_place():
+    images = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).expand(5, 1, 2, 2)
+    turned, turns = turn(images)
+    assert turns.tolist() == [0, 1, 2, 3, 0]
+    assert turned[:4, 0].tolist() == [[[1, 2], [3, 4]], [[2, 4], [1, 3]], [[4, 3], [2, 1]], [[3, 1], [4, 2]]]
+
+
+def orchestra_model(features=2, clusters=2, memory=3) -> OrchestraModel:
+    encoder = nn.Flatten()
+    encoder.num_features = 4
+    model = Orchestra(features=features, clusters=clusters, memory=memory).build(encoder, 10)
+    assert isinstance(model, OrchestraModel)
+    return model
+
+
+def test_the_memory_drops_the_oldest():
+    model = orchestra_model()
+    model.remember(torch.stack([E1, E2]))
+    model.remember(torch.stack([-E1, -E2]))
+    assert torch.equal(model.memory, torch.stack([E2, -E1, -E2]))
+    model.remember(torch.stack([E1, E1, E2, E2]))
+    assert torch.equal(model.memory, torch.stack([E1, E2, E2]))

@@ -1,30 +1,26 @@
-"""Recipes: how they are read, what they name, and which do not fit together."""
+"""Recipes: how they are read and overridden, what they name and describe, and which do not fit together."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import yaml
 
 from fedssl.engines.in_process import resume, run
-from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.parts import part_names
-from fedssl.recipe.overrides import recipe_names
+from fedssl.parts import part_class, part_names
+from fedssl.recipe.overrides import flatten_keys
 from fedssl.recipe.reading import load_recipe, parse_recipe
+from fedssl.recipe.recipe import Recipe
+from fedssl.recipe.show import describe_values, part_summary
+from fedssl.reports.evaluation import data_options, parse_data
+from fedssl.tables.table import load_table
+from fedssl.untrusted import PART_KEYS
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_shipped_recipe_is_valid_and_resolves_to_itself(name, tmp_path):
-    recipe = load_recipe(name)
-    assert recipe.name == name
-    assert recipe.description
-    resolved = tmp_path / "recipe.yaml"
-    resolved.write_text(recipe.to_yaml())
-    assert load_recipe(resolved) == recipe
+from tests.fedssl.killed_runs import Killed, KilledIn
 
 
 def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mappings_and_lists():
@@ -32,12 +28,6 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
     assert (recipe.training.batch_size, recipe.regularizers[0].weight, recipe.seed) == (16, 2, 5)
     assert "target: peers" in recipe.to_yaml()
     assert "target_momentum: 0.99" in recipe.to_yaml()
-
-
-def test_another_part_does_not_inherit_the_old_ones_options():
-    changes = ["objective.name=simsiam", "preset=none", "rounds=1", "architectures=[resnet18]"]
-    recipe = load_recipe("hetero_ssfl", changes)
-    assert (recipe.objective.name, recipe.objective.output_features) == ("simsiam", 2048)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +49,8 @@ def test_another_part_does_not_inherit_the_old_ones_options():
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
         ("architectures=[", ["not YAML"]),
+        ("evaluation.downstream={a_b: {name: digits}}", ["the label 'a_b' must consist of letters and digits"]),
+        ("evaluation.downstream={a: {nme: digits}}", ["evaluation.downstream.a.nme: unknown key"]),
     ],
 )
 def test_a_bad_override_is_one_line_with_path_and_allowed_values(override, parts, tmp_path):
@@ -117,13 +109,9 @@ def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_wit
 
 
 def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part, tmp_path, monkeypatch):
-    class Interrupted(Observer):
-        def round_ended(self, round_number, rows):
-            raise KeyboardInterrupt
-
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        run(load_recipe("study/mine.yaml"), tmp_path / "run", Interrupted())
+    with pytest.raises(Killed):
+        run(load_recipe("study/mine.yaml"), tmp_path / "run", KilledIn(2))
     monkeypatch.chdir("/")
     assert resume(tmp_path / "run").checkpoint.finished
     assert load_recipe(tmp_path / "run" / "recipe.yaml") == load_recipe(recipe_with_own_part)
@@ -139,6 +127,7 @@ def test_a_recipe_that_is_no_yaml_or_no_mapping(text, message, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"guard": {"minimum_answers": 4}}, "guard.minimum_answers is 4, but a round asks only 3 clients"),
         ({"clients_per_round": 4}, "clients_per_round is 4, but partition.clients is only 3"),
         (ALIGNED | {"data": {"name": "digits"}}, "representation_mean needs public images|cka_alignment needs public"),
         ({"regularizers": ALIGNED["regularizers"]}, "cka_alignment reads what representation_mean sends"),
@@ -150,11 +139,108 @@ def test_a_recipe_that_is_no_yaml_or_no_mapping(text, message, tmp_path):
         ({"partition": {"name": "iid", "clients": 120, "min_samples": 1}}, "client 0 has 1 image, fewer than"),
         (ALIGNED | {"aggregators": [{"name": "representation_mean", "weights": [1, 2]}]}, "2 entries for 3 clients"),
         (ALIGNED | {"aggregators": [{"name": "representation_mean", "weights": [1, -2, 3]}]}, "non-negative"),
+        (ALIGNED | {"aggregators": [{"name": "representation_mean", "weights": [0, 0, 0]}]}, "positive sum"),
         ({"data": {"name": "npz", "path": "nowhere.npz"}}, "nowhere.npz"),
-        ({"partition": {"name": "disjoint_classes", "clients": 11}}, "11"),
+        ({"partition": {"name": "disjoint_classes", "clients": 11}}, "the data have only 10; lower partition.clients"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_before_training(changes, message):
     with pytest.raises(UserError, match=message) as caught:
         build_federation(parse_recipe(tiny_values(**changes)))
     assert "\n" not in str(caught.value)
+
+
+# Texts as they are typed
+
+#: each is something else to YAML, or to its version 1.1
+ODD_TEXTS = (
+    *("2024", "-7", "1.5", "1.50", "1e5", "1.0e-05", "0x10", "010", "1_000", "12:30", ".nan"),
+    *("2020-01-01", "2020-13-45", "true", "True", "on", "no", "~/x", "é"),
+)
+#: these only on the command line: a file has quotes for them
+MARKS = (
+    *("scans #2", "[MRI] x", "a: b", "{x}", "*x", "&x", "!x", "%x", "@x", "-", "? x", "`x", "a, b", "x]"),
+    "99999999999999999999",
+)
+TEXT_KEYS = (
+    *("name", "description", "data.path", "data.public_path", "data.labels", "data.label_column", "data.file_column"),
+    *("partition.column", "data.class_names.0", "architectures.0", "evaluation.downstream.mine.path"),
+)
+
+
+@pytest.mark.parametrize("key", TEXT_KEYS)
+def test_on_the_command_line_a_text_is_what_was_typed(key, tmp_path):
+    data, partition = {"name": "images", "path": "x", "labels": "x"}, {"name": "column", "column": "x"}
+    if key == "data.class_names.0":
+        data, partition = {"name": "none", "image_shape": [1, 8, 8], "class_names": ["a"]}, {"name": "sites"}
+    values = tiny_values(data=data, partition=partition, evaluation={"downstream": {"mine": {"name": "npz"}}})
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(values | {"preset": "none", "engine": "flower"}))
+    given = [] if "mine" in key else ["evaluation.downstream.mine.path=x"]
+    for text in (*ODD_TEXTS, *MARKS):
+        for typed in (text, f" '{text}' ") if text in ("2024", "on", "scans #2") else (text,):
+            recipe = load_recipe(tmp_path / "base.yaml", [*given, f"{key}={typed}"])
+            assert flatten_keys(recipe.model_dump(mode="json"))[key] == text
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_in_a_file_an_unquoted_text_is_what_was_written(text, tmp_path):
+    recipe = yaml.safe_dump(tiny_values(data={}, name="x", preset="none", partition={"name": "column"}))
+    recipe = recipe.replace("data: {}", f"data: {{name: images, path: {text}, labels: {text}, label_column: {text}}}")
+    recipe = recipe.replace("name: column", f"name: column\n  column: {text}").replace("- small_convnet", f"- {text}")
+    recipe += f"model:\n  weights: {{{text}: {text}}}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    values = yaml.safe_load(load_recipe(tmp_path / "recipe.yaml").to_yaml())
+    read = [values["data"][key] for key in ("path", "labels", "label_column")] + [values["partition"]["column"]]
+    assert [*read, *values["architectures"], *values["model"]["weights"]] == [text] * 6
+    assert Path(values["model"]["weights"][text]).name == Path(text).name
+    labels = f"{{label: {text}, recipe: local_only, settings: {{data: {{path: {text}}}}}}}"
+    if text not in ("~/x", "é", "1.5", "1.50", ".nan", "-7"):  # which are no names of a table
+        table = f"name: x\nmethod: {text}\nseeds: [0]\nrows: [{labels}]\npaper: {{{text}: {{knn: {text}}}}}\n"
+        (tmp_path / "table.yaml").write_text(table)
+        loaded = load_table(tmp_path / "table.yaml")
+        assert (loaded.rows[0].label, loaded.method, loaded.paper) == (text, text, {text: {"knn": text}})
+
+
+@pytest.mark.parametrize("text", [*ODD_TEXTS, *MARKS[:2]])
+def test_the_data_of_an_evaluation_are_texts_too(text):
+    assert parse_data(f"name=npz,path={text}").path == Path(text)
+
+
+def test_null_is_none_and_numbers_stay_numbers(tmp_path):
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(tiny_values(preset="none")))
+    changes = ["data.path=null", "data.label_column=", "training.learning_rate=1e-3", "seed=1_0", "data.download=Yes"]
+    recipe = load_recipe(tmp_path / "base.yaml", changes)
+    assert (recipe.data.path, recipe.data.label_column, recipe.training.learning_rate) == (None, None, 1e-3)
+    assert (recipe.seed, recipe.data.download) == (10, True)
+    assert data_options({"name": "npz", "path": 2024}).path == Path("2024")
+    for wrong in ("seed=true", "seed=0x10", "seed=99999999999999999999", "rounds=12:30"):
+        with pytest.raises(UserError, match=r"input should be|more than 64 bits"):
+            load_recipe(tmp_path / "base.yaml", [wrong])
+
+
+# What is described
+
+PARTS = [(folder, name) for folder, _ in PART_KEYS.values() for name in part_names(folder)]
+
+
+@functools.cache
+def schemas() -> dict[str, dict]:
+    """Every option model's schema by the name that a message calls it by, without those of the parts' bases."""
+    recipe = Recipe.model_json_schema()
+    models = {name: schema for name, schema in recipe["$defs"].items() if name != "Part"}
+    found = {"recipe": recipe} | models
+    for folder, name in PARTS:
+        schema = part_class(folder, name).model_json_schema()
+        found |= {f"{folder}/{name}": schema} | schema.get("$defs", {})
+    return found
+
+
+@pytest.mark.parametrize("name", schemas())
+def test_every_option_of_every_model_is_described(name):
+    schema = schemas()[name]
+    assert schema["description"]
+    for key, option in schema["properties"].items():
+        assert option.get("description"), f"{name}: give {key} a Field(description=...)"
+        assert describe_values(option), f"{name}: {key}"
+    if "/" in name:
+        assert part_summary(part_class(*name.split("/")))

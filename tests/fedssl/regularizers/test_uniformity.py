@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from fedssl.client import LocalRound
 from fedssl.messages import Message
 from fedssl.objectives.base import Step
 from fedssl.regularizers import sliced_uniformity, uniformity
-from fedssl.regularizers.sliced_uniformity import SlicedUniformity, sliced_distance, tangent_coordinates
+from fedssl.regularizers.sliced_uniformity import SlicedUniformity, sliced_distance
 from fedssl.regularizers.uniformity import Uniformity, sphere_samples
 from tests.fedssl.regularizers.terms import Local, representations, step_of
 
@@ -168,27 +167,6 @@ def test_samples_are_drawn_on_the_models_device(term, monkeypatch):
 
 
 # The sliced distance
-
-
-def angles(*values):
-    """Points of the circle."""
-    t = torch.tensor(values)
-    return torch.stack([t.cos(), t.sin()], dim=1)
-
-
-def test_sliced_distance_by_hand():
-    """On the circle, from the base (1, 0) along (0, 1), the coordinate of a point is its angle. Points at 0.5 and 0.1,
-    samples at 0.7 and -0.2; sorted 0.1, 0.5 against -0.2, 0.7: (0.3^2 + 0.2^2) / 2 = 0.065. From the base (0, 1) along
-    (1, 0) the coordinate is pi / 2 - angle: the same distance. Along (0, 3) it is nine times that.
-    """
-    base = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    direction = torch.tensor([[[0.0, 1.0]], [[1.0, 0.0]]])
-    points, samples = angles(0.5, 0.1), angles(0.7, -0.2)
-    expected = torch.tensor([[[0.5], [math.pi / 2 - 0.5]], [[0.1], [math.pi / 2 - 0.1]]])
-    torch.testing.assert_close(tangent_coordinates(points, base, direction), expected)
-    torch.testing.assert_close(sliced_distance(points, samples, base, direction), torch.full((2,), 0.065))
-    both = sliced_distance(torch.stack([points, samples]), samples, base[:1], 3 * direction[:1])
-    torch.testing.assert_close(both, torch.tensor([[9 * 0.065], [0.0]]))
 
 
 def released_term(points, samples, base, direction):

@@ -1,4 +1,4 @@
-"""Layer-wise and progressive training: what trains, what stays, what travels, and that nobody lacks a layer."""
+"""Layer-wise and progressive training, and none: what trains, stays and travels, and that nobody lacks a layer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from fedssl.evaluation.evaluate import evaluate_model
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.recipe.recipe import Recipe
+from fedssl.reports.cost import estimate
+from fedssl.reports.report import write_report
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.schedules.base import Plan
 from fedssl.schedules.layer_wise import LayerWise
 from fedssl.schedules.progressive import Progressive
-from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
 from tests.fedssl.killed_runs import contents, killed_and_resumed
+from tests.fedssl.rounds_in_memory import train_rounds
+from tests.fedssl.test_shipped_recipes import small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-OBJECTIVES = {
-    "moco_v3": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
-    "byol": {"name": "byol", "hidden_features": 16, "output_features": 8},
-    "simclr": {"name": "simclr", "hidden_features": 16, "output_features": 8},
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,8 @@ def staged(tiny) -> Callable[..., Recipe]:
 
     def build(schedule: str = "layer_wise", architecture: str = "small_resnet10", **changes) -> Recipe:
         options = {"name": schedule, "rounds_per_stage": 1} | changes.pop("options", {})
-        objective = OBJECTIVES[changes.pop("objective", "moco_v3")]
+        name = changes.pop("objective", "moco_v3")
+        objective = {"name": name, "hidden_features": 16, "output_features": 8}
         values = AVERAGED | {"architectures": [architecture], "objective": objective, "schedule": options, "rounds": 4}
         return tiny(**(values | {"training": {"local_epochs": 1, "batch_size": 20, "optimizer": "adamw"}} | changes))
 
@@ -50,20 +50,12 @@ def test_plans_of_the_papers_setting():
     assert layer_wise.plan(12, 1, 0) == layer_wise.plan(12, 15, 0) == Plan(1, 1, active=(0,))
     assert layer_wise.plan(12, 16, 0) == Plan(2, 2, active=(1,), frozen=(0,), done=1)
     assert layer_wise.plan(12, 180, 0) == Plan(12, 12, active=(11,), frozen=tuple(range(11)), done=11)
+    four = LayerWise(layers_per_stage=4, rounds_per_stage=60)
+    assert four.plan(12, 60, 0) == Plan(1, 4, active=(0, 1, 2, 3))
+    assert four.plan(12, 180, 0) == Plan(3, 12, active=(8, 9, 10, 11), frozen=tuple(range(8)), done=8)
     progressive = Progressive(rounds_per_stage=15)
     assert progressive.plan(12, 16, 0) == Plan(2, 2, active=(0, 1))
     assert progressive.plan(12, 180, 0) == Plan(12, 12, active=tuple(range(12)))
-
-
-@pytest.mark.parametrize(("layers_per_stage", "stages"), [(2, 6), (3, 4), (4, 3), (6, 2)])
-def test_several_layers_a_stage(layers_per_stage, stages):
-    part = LayerWise(layers_per_stage=layers_per_stage, rounds_per_stage=180 // stages)
-    last = part.plan(12, 180, 0)
-    assert (last.stage, last.depth, last.done) == (stages, 12, 12 - layers_per_stage)
-    assert last.active == tuple(range(12 - layers_per_stage, 12))
-    assert part.plan(12, 180 // stages, 0).stage == 1
-    trained = {layer for number in range(1, 181) for layer in part.plan(12, number, 0).active}
-    assert trained == set(range(12))
 
 
 def test_depth_dropout_keeps_the_first_layer_and_draws_the_others_anew():
@@ -82,10 +74,6 @@ def test_depth_dropout_keeps_the_first_layer_and_draws_the_others_anew():
     assert {layer for frozen in last for layer in frozen} == set(range(11))
     assert layer_wise.plan(12, 180, seed=3) == plans[180]
     assert [layer_wise.plan(12, n, seed=4) for n in range(166, 181)] != [plans[n] for n in range(166, 181)]
-    # what the paper's Table 6 comes to, with 1 + 2 times the forward operations for what trains
-    used = [len(plan.frozen) for plan in plans.values()]
-    assert (sum(used) / 180 + 3) / (5.5 + 3) == pytest.approx(0.80, abs=0.01)
-    assert (sum(used) / 180 + 1) / (5.5 + 1) == pytest.approx(0.73, abs=0.01)
 
 
 # One run, message by message
@@ -147,14 +135,6 @@ def test_nothing_but_the_newest_layers_and_the_heads_is_in_a_message(two_stages)
             assert set(down[k].tensors) == wanted | final
         heads = {name.split(".")[1] for name in wanted} - {"encoder"}
         assert heads == ({"projector"} if objective == "simclr" else {"projector", "predictor"})
-
-
-def test_in_progressive_training_all_layers_so_far_travel(staged):
-    exchange = Exchange(staged("progressive", "small_vit"))
-    for number in range(1, 5):
-        down, up = exchange.round(number, [0, 1])
-        for k in (0, 1):
-            assert set(up[k].tensors) == set(down[k].tensors) == exchange.names(range(number), top=number)
 
 
 def test_frozen_layers_and_their_buffers_do_not_change_by_a_bit(two_stages):
@@ -346,3 +326,30 @@ def test_what_does_not_fit_is_refused_before_anything_runs(changes, message, sta
     with pytest.raises(UserError, match=message) as caught:
         build_federation(staged(**changes))
     assert "\n" not in str(caught.value)
+
+
+# No training
+
+
+def test_the_encoder_is_bit_for_bit_that_of_an_untrained_run_of_the_same_seed(tiny):
+    recipe = tiny(**LW_FEDSSL | {"schedule": "untrained"})
+    federation = build_federation(recipe)
+    done = train_rounds(federation, 2)
+    first = build_federation(tiny(**LW_FEDSSL | {"schedule": "end_to_end"})).new_model(None).state_dict()
+    for k in range(3):
+        for name, tensor in done.clients[k].tensors.items():
+            if name.startswith("model/online."):
+                torch.testing.assert_close(tensor, first[name.removeprefix("model/")], rtol=1e-6, atol=1e-7)
+    assert all(reply.metrics == {"memory": 0, "flops": 0} for reply in done.replies[1].values())
+    assert [sum(cost.flops.values()) for cost in estimate(federation)] == [0, 0]
+
+
+def test_a_scratch_run_measures_the_same_before_and_after_and_is_fine_tuned(tmp_path):
+    fine_tune = "evaluation.fine_tune={epochs: 2, warmup_epochs: 0}"
+    run(small("scratch", "rounds=1", fine_tune), tmp_path / "scratch")
+    found = {(n, m): v for n, who, m, v in RunDirectory.open(tmp_path / "scratch").read_metrics() if who == "global"}
+    for measure in ("knn", "linear", "effective_rank"):
+        assert found[0, measure] == found[1, measure]
+    assert {metric for number, metric in found if number == 1 and metric.startswith("fine_tune_")}
+    page = write_report([tmp_path / "scratch"], collapse=False, images=False)
+    assert "scratch" in page.read_text()

@@ -1,16 +1,35 @@
-"""`fedssl recipes`, `tables`, `presets` and `show`: what they print and refuse, and that the lists need no torch."""
+"""What the command line lists, shows and advises: complete, quick, and as `run` understands it."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import Union
 
+import click
 import pytest
+from pydantic import TypeAdapter
+from typer.main import get_command
 
-from fedssl.recipe.overrides import read_values, shipped_names
+import fedssl as package
+from fedssl.cli import app
+from fedssl.data.pixels import parse_window
+from fedssl.engines.in_process import run
+from fedssl.errors import UserError
+from fedssl.options import types_at
+from fedssl.recipe.overrides import read_text, read_values, shipped_names
 from fedssl.recipe.reading import load_recipe
+from fedssl.recipe.recipe import Recipe
+from fedssl.untrusted import PART_KEYS
+
+# `fedssl recipes`, `tables`, `presets` and `show`
 
 HEAVY = ("torch", "torchvision", "timm", "sklearn", "numpy", "matplotlib")
 LISTS = (["recipes"], ["tables"], ["presets"], ["--version"], ["--help"], ["run", "--help"])
@@ -90,6 +109,7 @@ def test_show_tells_value_origin_and_meaning_of_every_key(fedssl, columns):
     assert "small_resnet18] (override)" in text
     assert "training.local_epochs = 3 (preset)" in text
     assert "training.momentum = 0.9 (default)" in text
+    assert "[sgd, adam or adamw]" in text
     assert "clients_per_round = null (default)" in text
     assert "data.public_holdout = 300 (preset)" in text
     assert "objective.symmetric = false (recipe)" in text
@@ -134,31 +154,21 @@ def test_yaml_is_the_recipe_that_run_resolves(fedssl, tmp_path, name, overrides)
     assert load_recipe(tmp_path / "shown.yaml") == resolved
 
 
-@pytest.mark.parametrize("key", ["./own.py", "{name: ./own.py, strength: 2}"])
-def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path, key):
+def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path):
     (tmp_path / "own.py").write_text(OWN_PART)
-    code, out, _ = fedssl("show", "fedbyol", f"regularizers=[{key}]")
+    code, out, _ = fedssl("show", "fedbyol", "regularizers=[{name: ./own.py, strength: 2}]")
     text = " ".join(out.split())  # a long path may start a line of its own
     assert code == 0
     assert f"regularizers.0.name = {tmp_path / 'own.py'} (override) Adds nothing. [" in text
-    value = "2.0 (override)" if "strength" in key else "0.5 (default)"
-    assert f"regularizers.0.strength = {value} how much of nothing [number >= 0]" in text
+    assert "regularizers.0.strength = 2.0 (override) how much of nothing [number >= 0]" in text
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ["heterossfl"],
-        ["hetero_ssfl", "seed"],
         ["hetero_ssfl", "seed=-1", "data.bogus=1", "training.optimizer=sgdd"],
-        ["hetero_ssfl", "objective=none"],
-        ["hetero_ssfl", "regularizers.0.weight=-1", "training.batch_size=many"],
-        ["hetero_ssfl", "flower.differential_privacy={name: local_dp, clipping_norm: 0}"],
         ["hetero_ssfl", "flower.differential_privacy={name: other}"],
-        ["hetero_ssfl", "evaluation.semi_supervised=[0.1, 2]"],
-        ["hetero_ssfl", "augmentation.crop_scale=[1]"],
-        ["hetero_ssfl", "architectures=[]"],
-        ["hetero_ssfl", "rounds=.nan"],
     ],
 )
 def test_show_refuses_a_wrong_key_or_value_with_the_message_of_run(fedssl, tmp_path, arguments):
@@ -168,3 +178,86 @@ def test_show_refuses_a_wrong_key_or_value_with_the_message_of_run(fedssl, tmp_p
     assert err.startswith("fedssl: ")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+# What a message advises to type is what the command line takes
+
+#: options of docker, and of the programs of Flower that fedssl starts
+OF_OTHERS = {"--shm-size", "--auth-supernode-private-key", "--database", "--disable-runtime-dependency-installation"}
+OF_OTHERS |= {"--enable-supernode-auth", "--node-config", "--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile"}
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+SETTING = re.compile(r"(?<![\w.-])([a-z_]+(?:\.[a-z_0-9]+)*)=('[^']*'|\[[^\]]*\]|[^\s;,:)'\"`]+)")
+PLACES = {"LOW": "0", "HIGH": "1", "NUMBER": "1", "N": "1"}  # of what the user fills in
+
+
+@functools.cache
+def texts() -> list[tuple[str, str]]:
+    """Every text of the sources, with its place; what an f-string fills in is `{}`."""
+    found = []
+    for file in sorted(Path(package.__file__).parent.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+        inner = {id(part) for node in joined for part in node.values}
+        for node in ast.walk(tree):
+            place = f"{file.name}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                found.append((place, "".join(map(str, parts))))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+                found.append((place, node.value))
+    return found
+
+
+def commands(command: click.Command, name: str = "fedssl") -> dict[str, set[str]]:
+    """The options of each command, by its whole name."""
+    options = {name: {option for parameter in command.params for option in parameter.opts} | {"--help"}}
+    for word, inner in getattr(command, "commands", {}).items():
+        options |= commands(inner, f"{name} {word}")
+    return options
+
+
+def filled_in(text: str) -> str:
+    return re.sub("|".join(rf"\b{name}\b" for name in PLACES), lambda match: PLACES[match[0]], text)
+
+
+def test_every_option_that_a_text_names_is_one():
+    known = commands(get_command(app))
+    known["fedssl provision"] |= known["fedssl provision folders"]  # which may be left out
+    every = set().union(*known.values()) | OF_OTHERS
+    wrong = [(place, option) for place, text in texts() for option in OPTION.findall(text) if option not in every]
+    for place, text in texts():
+        for name in sorted(known, key=len, reverse=True)[:-1]:
+            for words in re.findall(rf"{name}((?: (?:[A-Z{{][\w{{}}.-]*|--[a-z-]+))+)", text):
+                wrong += [(place, f"{name} {o}") for o in OPTION.findall(words) if o not in known[name]]
+    assert wrong == []
+
+
+def test_every_setting_that_a_text_names_can_be_made():
+    checked = 0
+    for place, text in texts():
+        for key, value in SETTING.findall(text):
+            keys = key.split(".")
+            if keys[0] not in Recipe.model_fields or keys[0] in PART_KEYS or (len(keys) == 1 and keys[0] == "name"):
+                continue  # not a setting, or one of a part
+            types = types_at(Recipe, keys)
+            assert types, f"{place}: there is no key {key}"
+            if "{}" not in value:
+                given = filled_in(value.strip("'").rstrip("."))
+                TypeAdapter(Union[tuple(types)]).validate_python(read_text(Recipe, keys, given, place))  # noqa: UP007
+                checked += 1
+    assert checked > 30
+
+
+def test_every_window_that_a_text_shows_can_be_given():
+    windows = [window for _, text in texts() for window in re.findall(r"--window (\S+?)(?:, the|;|$)", text)]
+    assert [parse_window(filled_in(window)) for window in windows] == [(0.0, 1.0)]
+
+
+def test_a_folder_with_a_space_is_one_word_of_the_advised_command(tiny, finished, tmp_path):
+    path = tmp_path / "my runs" / "one"
+    shutil.copytree(finished(tiny()), path)
+    with pytest.raises(UserError) as caught:
+        run(tiny(), path)
+    advised = re.search(r"fedssl (run --resume .*), or give --overwrite", str(caught.value))
+    assert advised is not None
+    assert shlex.split(advised[1]) == ["run", "--resume", str(path)]

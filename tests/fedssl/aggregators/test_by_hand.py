@@ -1,0 +1,274 @@
+"""Averaged weights, L-DAWA, FedCA's base model and dictionary, and Orchestra's clusters, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedssl.aggregators.base import OWN_IMAGES, PROJECTION
+from fedssl.aggregators.base_model import BASE, BaseModel
+from fedssl.aggregators.dictionary import DICTIONARY, Dictionary
+from fedssl.aggregators.eua import EUA
+from fedssl.aggregators.l_dawa import LDawa
+from fedssl.aggregators.orchestra_clusters import (
+    GLOBAL,
+    LOCAL,
+    OrchestraClusters,
+    cluster_globally,
+    cluster_locally,
+    equal_assignment,
+)
+from fedssl.aggregators.weighted_mean import DISTANCE, WeightedMean
+from fedssl.engines.flower.privacy import private_federation
+from fedssl.federation import build_federation
+from fedssl.guard import Asked, refusals
+from fedssl.messages import Message
+from fedssl.models.model import Model
+from fedssl.objectives.base import Step
+from fedssl.recipe.recipe import FlowerOptions
+from fedssl.regularizers.base_alignment import BaseAlignment
+from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
+from tests.fedssl.rounds_in_memory import train_rounds
+from tests.fedssl.small_models import FIRST_TWO, Scale, local_round, scalar_model, value
+
+WEIGHT, MEAN = "online.encoder.weight", "online.encoder.bn.running_mean"
+
+
+def at(x: float, y: float, mean: float = 0.0) -> Message:
+    return Message({WEIGHT: torch.tensor([float(x), float(y)]), MEAN: torch.tensor([float(mean)])}, {"samples": 1.0})
+
+
+def test_the_mean_by_hand():
+    """Of one sample and of three; a counter is rounded to the nearest integer."""
+    counter = "online.encoder.bn.num_batches_tracked"
+    replies = {
+        2: Message({WEIGHT: torch.tensor([8.0, 0.0]), counter: torch.tensor(3)}, {"samples": 1.0}),
+        5: Message({WEIGHT: torch.tensor([0.0, 4.0]), counter: torch.tensor(4)}, {"samples": 3.0}),
+    }
+    state = WeightedMean().aggregate(Message(replies[2].tensors), replies)
+    assert state.tensors[WEIGHT].tolist() == [2.0, 3.0]
+    assert state.tensors[counter].item() == 4  # 3.75
+    assert state.tensors[counter].dtype == torch.int64
+
+
+@pytest.mark.parametrize("part", [WeightedMean(), EUA(), LDawa()])
+def test_the_distance_between_local_models_by_hand(part):
+    """(0, 0), (3, 0) and (0, 4) are 3, 4 and 5 apart; running means count in no distance."""
+    replies = {0: at(0, 0, mean=100), 4: at(3, 0), 7: at(0, 4, mean=-7)}
+    server = Message(at(1, 1).tensors, {"l_dawa.rounds": 5.0})
+    assert part.aggregate(server, replies).metrics[DISTANCE] == pytest.approx(4.0)
+    # the paper's: a client drawn at random, its distances to the others averaged
+    of_each = [(3 + 4) / 2, (3 + 5) / 2, (4 + 5) / 2]
+    assert sum(of_each) / 3 == 4.0
+
+
+def test_there_is_no_distance_of_one_client_or_of_a_mean_that_stands_for_all():
+    part, server = WeightedMean(), Message(at(1, 1).tensors)
+    assert DISTANCE not in part.aggregate(server, {2: at(0, 0)}).metrics
+    generator = torch.Generator().manual_seed(0)
+    mean = {WEIGHT: torch.randn(5000, generator=generator)}
+    server = Message({WEIGHT: torch.randn(5000, generator=generator)})
+    replies = {k: Message(mean, {"samples": 1.0}) for k in range(5)}  # what secure aggregation gives
+    assert DISTANCE not in part.aggregate(server, replies).metrics
+
+
+@pytest.mark.parametrize("schedule", ["layer_wise", "progressive"])
+def test_the_distance_over_what_travels_is_that_of_the_whole_networks_of_the_stage(schedule, tiny):
+    """In stage 2 of `layer_wise` the first two layers are final and do not travel; each client has the same of them."""
+    recipe = tiny(**LW_FEDSSL | {"schedule": {"name": schedule, "layers_per_stage": 2, "rounds_per_stage": 1}})
+    federation = build_federation(recipe)
+    for number in (1, 2):
+        done = train_rounds(federation, number)
+        networks = []
+        for k in range(3):
+            model = federation.client(k, done.clients[k]).model
+            plan = federation.method.plan(model, number)
+            inside = {f"encoder.{name}" for name in model.encoder.names(range(plan.depth), top=plan.depth)}
+            weights = [
+                parameter.detach().flatten().double()
+                for name, parameter in model.online.named_parameters()
+                if name in inside or not name.startswith("encoder.")
+            ]
+            networks.append(torch.cat(weights))
+        distances = [float((networks[a] - networks[b]).norm()) for a, b in ((0, 1), (0, 2), (1, 2))]
+        assert min(distances) > 0
+        assert done.server.metrics[DISTANCE] == pytest.approx(sum(distances) / 3, rel=1e-6)
+        sent = sum(t.numel() for name, t in done.replies[number][0].tensors.items() if "running" not in name)
+        assert sent < len(networks[0]) or (number, schedule) != (2, "layer_wise")
+
+
+def test_no_distance_is_logged_of_noisy_weights(tiny):
+    federation = build_federation(tiny(**AVERAGED))
+    done = train_rounds(federation, 1)
+    assert done.server.metrics[DISTANCE] > 0
+    privacy = {"name": "local_dp", "clipping_norm": 1.0, "epsilon": 1.0, "delta": 1e-5}
+    recipe = federation.recipe.model_copy(update={"flower": FlowerOptions(differential_privacy=privacy)})
+    private = private_federation(dataclasses.replace(federation, recipe=recipe))
+    state = private.method.aggregate(federation.method.initial_state(), done.replies[1], 1)
+    assert DISTANCE not in state.metrics
+
+
+# L-DAWA
+
+
+def test_l_dawa_scales_each_tensor_by_its_cosine_and_averages_statistics_by_samples():
+    """Global (1, 0). cos((2, 0)) = 1, cos((3, 4)) = 3/5: w = ((2, 0) + 0.6 (3, 4)) / 2 = (1.9, 1.2).
+
+    Samples 1 and 3: running mean (1 + 3 * 5) / 4 = 4, counter (3 + 3 * 8) / 4 = 6.75 -> 7.
+    The bias was 0 and has no angle: (2 + 4) / 2 = 3. Mean cosines: (1 + 1) / 2 and (0.6 + 1) / 2.
+    """
+
+    def state_of(w, bias, mean, count, samples=1):
+        running = {"online.bn.running_mean": torch.tensor([mean]), "online.bn.num_batches_tracked": torch.tensor(count)}
+        return Message({"online.w": torch.tensor(w), "online.b": torch.tensor([bias])} | running, {"samples": samples})
+
+    server = Message(state_of([1.0, 0.0], 0.0, 0.0, 0).tensors)
+    replies = {0: state_of([2.0, 0.0], 2.0, 1.0, 3), 1: state_of([3.0, 4.0], 4.0, 5.0, 8, samples=3)}
+    part = LDawa(name="l_dawa", plain_rounds=1)
+    plain = part.aggregate(server, replies)
+    assert plain.numbers == {"l_dawa.rounds": 1}
+    torch.testing.assert_close(plain.tensors["online.w"], torch.tensor([(2 + 3 * 3) / 4, 3 * 4 / 4]))
+    server.numbers.update(plain.numbers)
+    state = part.aggregate(server, replies)
+    torch.testing.assert_close(state.tensors["online.w"], torch.tensor([1.9, 1.2]))
+    torch.testing.assert_close(state.tensors["online.b"], torch.tensor([3.0]))
+    torch.testing.assert_close(state.tensors["online.bn.running_mean"], torch.tensor([4.0]))
+    assert state.tensors["online.bn.num_batches_tracked"] == 7
+    assert state.numbers == {"l_dawa.rounds": 2}
+    shares = {"l_dawa_share/0": 0.5, "l_dawa_share/1": 0.4}
+    distance = {"local_model_distance/global": math.hypot(2 - 3, 0 - 4, 2 - 4)}
+    assert state.metrics == pytest.approx({"l_dawa_cosine/0": 1.0, "l_dawa_cosine/1": 0.8} | shares | distance)
+
+
+# FedCA's base model
+
+
+def test_the_base_model_is_sent_once_and_kept():
+    """Encoders of one number: client 2, base 5. Images 1 and 3: ((2 - 5) 1)^2 = 9 and 81, mean 45, weight 0.1."""
+    part = BaseModel(name="base_model")
+    server = Message({f"{BASE}0.weight": torch.tensor([[5.0]])})
+    down = part.broadcast(server, [0, 1], [])
+    assert list(down[0].tensors) == [f"{BASE}0.weight"]
+    server.numbers |= part.aggregate(server, {0: Message()}).numbers
+    again = part.broadcast(server, [0, 1], [])
+    assert again[0].tensors == {}
+    assert list(again[1].tensors) == [f"{BASE}0.weight"]
+    memory = Message()
+    for received in (down[0], again[0]):
+        model = scalar_model(2.0)
+        local = local_round(model, received, memory=memory)
+        term = BaseAlignment(name="base_alignment", weight=0.1).start_round(local)
+        images = torch.tensor([[1.0], [3.0]])
+        step = Step(torch.tensor(0.0), (model.encoder(images),), views=(images,))
+        assert float(term(step).detach()) == pytest.approx(4.5)
+        assert value(model, "encoder") == 2.0
+
+
+# FedCA's dictionary
+
+
+def test_the_dictionary_joins_the_clients_newest_projections():
+    model = Model({"encoder": nn.Flatten(), "projector": Scale(FIRST_TWO)})
+    # pixel 255 is 2 and 128 about 0.008, so the first image projects to almost e1, the second to almost e2
+    images = torch.full((2, 1, 2, 2), 128, dtype=torch.uint8)
+    images[0, 0, 0, 0] = images[1, 0, 0, 1] = 255
+    part = Dictionary(name="dictionary", samples=5)
+    sent = part.collect(local_round(model, images=images, index=1), [])
+    assert list(sent.tensors) == ["dictionary.1"]
+    rows = sent.tensors["dictionary.1"]
+    torch.testing.assert_close(rows[rows[:, 0].argsort(descending=True)], torch.eye(2), rtol=0, atol=0.01)
+    server = Message()
+    assert part.broadcast(server, [0, 1], [])[0].tensors == {}
+    server.tensors |= part.aggregate(server, {1: sent}).tensors
+    server.tensors |= part.aggregate(server, {0: Message({"dictionary.0": -torch.eye(2)})}).tensors
+    down = part.broadcast(server, [0, 1], [])
+    assert torch.equal(down[1].tensors[DICTIONARY], torch.cat([-torch.eye(2), rows]))
+
+
+@pytest.mark.parametrize(("samples", "rows"), [(None, 9), (4, 4), (12, 9)])
+def test_a_client_sends_a_projection_of_each_of_its_images_unless_told_how_many(samples, rows):
+    model = Model({"encoder": nn.Flatten(), "projector": Scale(FIRST_TWO)})
+    images = torch.arange(36, dtype=torch.uint8).reshape(9, 1, 2, 2)
+    part = Dictionary(name="dictionary", samples=samples)
+    sent = part.collect(local_round(model, images=images, index=1), []).tensors["dictionary.1"]
+    assert sent.shape == (rows, 2)
+    assert len(sent.unique(dim=0)) == rows  # of different images
+    torch.testing.assert_close(sent.norm(dim=1), torch.ones(rows))
+
+
+def test_a_client_may_send_as_many_projections_as_it_may_have_images():
+    """It began with five: up to ten are plausible, as a site may collect more. Of another number nothing is known."""
+    expected = Dictionary(name="dictionary").expected(Message(), 0, [])
+    assert expected == {"dictionary.0": (OWN_IMAGES, PROJECTION)}
+
+    def refused(rows, samples):
+        replies = {k: Message({"dictionary.0": torch.ones(n, 3)}, {"samples": 5.0}) for k, n in enumerate((rows, 5, 4))}
+        asked = Asked({k: expected or {} for k in replies}, sizes={PROJECTION: 3}, samples=samples)
+        return refusals(Message(), replies, asked, 1e6)
+
+    known = {0: 5, 1: 5, 2: 5}
+    assert not refused(5, known)
+    assert not refused(10, known)
+    for rows in (0, 11):
+        assert refused(rows, known) == {0: f"dictionary.0 has shape [{rows}, 3], expected [1 to 10, 3]"}
+    assert not refused(11, {})
+
+
+# Orchestra's clusters
+
+
+def test_equal_assignment_by_hand():
+    """With sharpness ln 3, cosines (1, 0) and (0, 1) give rows (3, 1) / 4 and (1, 3) / 4: columns sum to 1 already.
+    Two equal rows (a, b) must share both clusters: each column is scaled to sum 1, so every entry is 1/2.
+    """
+    plan = equal_assignment(torch.eye(2), 100, sharpness=math.log(3))
+    torch.testing.assert_close(plan, torch.tensor([[0.75, 0.25], [0.25, 0.75]]))
+    plan = equal_assignment(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), 100)
+    torch.testing.assert_close(plan, torch.full((2, 2), 0.5))
+
+
+def on_circle(*degrees: float) -> torch.Tensor:
+    radians = torch.deg2rad(torch.tensor(degrees))
+    return torch.stack([radians.cos(), radians.sin()], dim=1)
+
+
+def test_local_and_global_clusters_of_two_clients():
+    """Client a remembers 0, 10, 90 and 100 degrees: centroids at 5 and 95. Client b 10, 20, 100, 110: 15 and 105.
+    The server's two clusters part {5, 15} from {95, 105}.
+    """
+    found = []
+    for index, degrees in enumerate([(0, 10, 90, 100), (10, 20, 100, 110)]):
+        for seed in range(5):  # whatever the first centroids are
+            centroids = cluster_locally(on_circle(*degrees), 2, torch.Generator().manual_seed(seed))
+            order = centroids[:, 1].argsort()
+            torch.testing.assert_close(centroids[order], on_circle(5 + 10 * index, 95 + 10 * index))
+        found.append(centroids[order])
+    part = OrchestraClusters(name="orchestra_clusters", local_clusters=2)
+    replies = {k: Message({LOCAL: c}, {"samples": 1}) for k, c in enumerate(found)}
+    state = part.aggregate(Message({GLOBAL: on_circle(40, 60)}), replies)
+    chosen = (torch.cat(found) @ state.tensors[GLOBAL].T).argmax(dim=1).tolist()
+    assert chosen == [0, 1, 0, 1]
+    torch.testing.assert_close(state.tensors[GLOBAL].norm(dim=1), torch.ones(2))
+    assert state.metrics == {"clusters_used/global": 2}
+    one_step = OrchestraClusters(name="orchestra_clusters", local_clusters=2, steps=1)  # too short for far clusters
+    replies = {0: Message({LOCAL: on_circle(5, 20)}, {"samples": 1})}
+    far = one_step.aggregate(Message({GLOBAL: on_circle(0, 180)}), replies)
+    assert far.metrics == {"clusters_used/global": 1}
+
+
+def test_one_step_of_the_global_clustering_by_hand():
+    """Points e1 (client a) and e2 (client b), centroids e1, e2, t = 1.
+
+    Sharpness 25 makes the wanted assignments e1, e2 (to 1e-11). With u = s_11 - s_12 the first point's cosine is
+    f = 1 / sqrt(1 + exp(-2u)), df/du = exp(-2u) (1 + exp(-2u))^(-3/2) = 0.111873 at u = 1. The loss is minus the mean
+    of two such: dL/dc_1 = -0.0559367 e1 + 0.0559367 e2, plus weight decay 1e-4 e1. A step of 0.01 and normalising:
+    c_1 = (1.000558, -0.000559367) / norm = (0.9999998, -0.000559055), and c_2 the mirror image.
+    """
+    points = torch.eye(2)
+    moved = cluster_globally(points, torch.eye(2), 1.0, steps=1)
+    large, small = 0.9999998, -0.000559055
+    torch.testing.assert_close(moved, torch.tensor([[large, small], [small, large]]), rtol=0, atol=5e-7)

@@ -1,0 +1,381 @@
+"""Terms of one batch, of public images and of other models: by hand, and against their definitions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedkernels import nt_xent
+from fedssl.aggregators.dictionary import DICTIONARY
+from fedssl.aggregators.representation_mean import FACTOR, KERNEL
+from fedssl.client import Client, LocalRound
+from fedssl.data.pixels import normalize
+from fedssl.federation import Federation, build_federation
+from fedssl.messages import Message
+from fedssl.models.model import Model
+from fedssl.objectives.base import Step
+from fedssl.objectives.fedx import FedX
+from fedssl.objectives.simclr import SimCLR
+from fedssl.regularizers.cka_alignment import CKAAlignment
+from fedssl.regularizers.decorrelation import Decorrelation, decorrelation_loss
+from fedssl.regularizers.dictionary_contrast import DictionaryContrast, added_negatives
+from fedssl.regularizers.distance_to_global import DistanceToGlobal
+from fedssl.regularizers.global_distillation import GlobalDistillation
+from fedssl.regularizers.proximal import Proximal
+from fedssl.regularizers.relational_distillation import RelationalDistillation, relational_loss
+from fedssl.regularizers.representation_alignment import RepresentationAlignment, model_contrast
+from tests.fedssl.conftest import ALIGNED
+from tests.fedssl.models.test_stages import images, staged
+from tests.fedssl.rounds_in_memory import train_rounds
+from tests.fedssl.small_models import E1, E2, FIRST_TWO, SWAPPED, THREE, Scale, flat_model, local_round, scalar_model
+
+# The terms of FedDecorr, FedCA and FedX
+
+SIX_IMAGES = torch.randint(0, 255, (6, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_decorrelation_of_two_clients():
+    """Three images. Client a: both columns (-1, 0, 1), standard deviation 1, so z'z off the diagonal is 2: 2^2 / 3.
+    Client b: (-1, 0, 1) and (1, -2, 1) are orthogonal: 0. r = 1 in a gives the logged mean square 1.
+    """
+    together = torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]])
+    apart = torch.tensor([[-1.0, 1.0], [0.0, -2.0], [1.0, 1.0]])
+    assert float(decorrelation_loss(together)) == pytest.approx(4 / 3)
+    assert float(decorrelation_loss(5 * together + 7)) == pytest.approx(4 / 3)
+    assert float(decorrelation_loss(apart)) == pytest.approx(0.0, abs=1e-6)
+    assert float(decorrelation_loss(together[:, :1])) == 0
+    local = local_round(scalar_model())
+    term = Decorrelation(weight=0.1).start_round(local)
+    assert float(term(Step(torch.tensor(0.0), (together, apart)))) == pytest.approx(0.1 * (4 / 3) / 2)
+    assert local.logged()["mean_squared_correlation"] == pytest.approx(0.5)
+
+
+def test_the_dictionary_adds_negatives():
+    """One image, both views e1: its only other row is the positive, weight 3 at THREE. A dictionary (e1, e2) adds
+    3 + 1: ln(3 + 4) - ln 3. With the objective, whose loss is 0 here, that is -ln(3 / 7).
+    """
+    dictionary = torch.stack([E1, E2])
+    assert float(added_negatives(E1[None], E1[None], dictionary, THREE)) == pytest.approx(math.log(7 / 3))
+    step = Step(torch.tensor(0.0), (), (E1[None], 4 * E1[None]))
+    part, objective = DictionaryContrast(weight=0.5), SimCLR(temperature=THREE)
+    term = part.start_round(local_round(scalar_model(), Message({DICTIONARY: dictionary}), objective=objective))
+    assert float(term(step)) == pytest.approx(0.5 * math.log(7 / 3))
+    assert float(part.start_round(local_round(scalar_model()))(step)) == 0  # the first round has no dictionary
+
+
+def test_with_a_dictionary_the_sum_is_the_loss_with_all_negatives():
+    torch.manual_seed(0)
+    first, second, dictionary = (nn.functional.normalize(torch.randn(n, 5), dim=1) for n in (4, 4, 7))
+    rows = torch.cat([first, second])
+    logits = torch.cat([rows @ rows.T, rows @ dictionary.T], dim=1) / 0.3
+    logits[torch.arange(8), torch.arange(8)] = -torch.inf
+    expected = nn.functional.cross_entropy(logits, torch.tensor([4, 5, 6, 7, 0, 1, 2, 3]))
+    total = nt_xent(first, second, 0.3) + added_negatives(first, second, dictionary, 0.3)
+    torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize(("arrived", "expected"), [(FIRST_TWO, math.log(5 / 3)), (SWAPPED, math.log(5))])
+def test_global_distillation_compares_with_the_model_that_arrived(arrived, expected):
+    """Two images with predictions e1, e2 and, under the arrived projector, second views e1, e2: each row has its
+    positive at cosine 1 and two others at 0, so the loss is ln(3 + 1 + 1) - ln 3. The second client received the
+    swapped projector: positives at 0, one other at 1: ln(1 + 3 + 1) - ln 1. Neither client's own projector matters.
+    """
+    views, predictions = torch.eye(4)[:2].reshape(2, 1, 2, 2), torch.stack([E1, E2])
+    model = flat_model(((9.0, 8.0, 7.0, 6.0), (5.0, 4.0, 3.0, 2.0)))
+    received = Message({"online.projector.weight": torch.tensor(arrived)})
+    local = local_round(model, received, images=SIX_IMAGES, objective=FedX())
+    term = GlobalDistillation(weight=2.0, temperature=THREE, batch_size=4).start_round(local)
+    total = float(term(Step(torch.tensor(0.0), (), (), (predictions, predictions), views=(views, views))))
+    assert local.logged()["global_contrastive_loss"] == pytest.approx(expected, rel=1e-5)
+    assert local.logged()["global_relational_loss"] == pytest.approx(0.0, abs=1e-6)  # both predictions agree
+    assert total == pytest.approx(2 * expected, rel=1e-5)
+    assert model.online["projector"].weight[0, 0] == 9.0
+
+
+def test_relational_loss_of_two_clients():
+    """At THREE, e1 over the others (e1, e2) gives (3, 1) / 4, e2 gives (1, 3) / 4; their mixture is (1, 1) / 2.
+
+    Client a's views are e1 and e2: 3/4 ln(3/2) + 1/4 ln(1/2). Client b's agree: 0.
+    """
+    others = torch.stack([5 * E1, E2])  # lengths do not matter
+    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert float(relational_loss(E1[None], 2 * E2[None], others, THREE)) == pytest.approx(expected)
+    assert float(relational_loss(E1[None], 3 * E1[None], others, THREE)) == pytest.approx(0.0, abs=1e-7)
+    both = relational_loss(torch.stack([E1, E1]), torch.stack([E2, E1]), others, THREE)
+    assert float(both) == pytest.approx(expected / 2)
+
+
+def test_relational_distillation_trains_the_network():
+    model = flat_model(FIRST_TWO)
+    local = local_round(model, images=SIX_IMAGES, objective=FedX())
+    term = RelationalDistillation(batch_size=4).start_round(local)
+    loss = term(Step(torch.tensor(0.0), (), tuple(model.online["projector"](v) for v in torch.rand(2, 3, 1, 2, 2))))
+    loss.backward()
+    assert local.logged()["local_relational_loss"] == pytest.approx(float(loss.detach()))
+    assert model.online["projector"].weight.grad.abs().sum() > 0
+
+
+# Hetero-SSFL's term and its control on public images
+
+NO_STEP = Step(torch.tensor(0.0), ())
+
+
+def federation_of(tiny: Any, **options: Any) -> Federation:
+    return build_federation(tiny(**{**ALIGNED, "aggregators": [{"name": "representation_mean"} | options]}))
+
+
+def opened(federation: Federation) -> tuple[list[Client], Message, list[LocalRound]]:
+    """The clients after the opening round, the server's state, and what each of them has when round 1 begins."""
+    method = federation.method
+    clients = [federation.client(k, Message()) for k in range(3)]
+    server = method.aggregate(
+        method.initial_state(), {c.index: method.client_round(c, Message(), 0) for c in clients}, 0
+    )
+    sent = method.broadcast(server, [0, 1, 2], 1)
+    locals_ = [LocalRound(c, sent[c.index], 1, 0, method.objective, method.augmentation) for c in clients]
+    return clients, server, locals_
+
+
+@pytest.mark.parametrize(
+    ("kernel", "layer", "centered"),
+    [
+        ("linear", "encoder", True),
+        ("frobenius", "predictor", False),
+        ("half_whitened", "encoder", False),
+        ("half_whitened", "predictor", True),
+    ],
+)
+def test_factor_and_kernel_give_the_same_term_and_gradient(kernel, layer, centered, tiny):
+    """What travels must not change what is learned."""
+    terms, gradients = [], []
+    for send in ("factor", "kernel"):
+        federation = federation_of(tiny, kernel=kernel, layer=layer, centered=centered, send=send)
+        clients, _, locals_ = opened(federation)
+        assert list(locals_[1].received.tensors) == [FACTOR if send == "factor" else KERNEL]
+        clients[1].model.train()
+        term = federation.method.regularizers[0].start_round(locals_[1])(NO_STEP)
+        term.backward()
+        terms.append(term.detach())
+        gradients.append([p.grad for p in clients[1].model.parameters() if p.grad is not None])
+    torch.testing.assert_close(terms[0], terms[1], atol=1e-5, rtol=1e-5)
+    assert len(gradients[0]) == len(gradients[1]) > 0
+    scale = max(float(g.abs().max()) for g in gradients[0])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one / scale, other / scale, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_term_is_mu_times_one_minus_eq_1(centered, tiny):
+    """All 30 public images in one batch, a network in evaluation mode: the term by hand from the definition."""
+    clients, server, locals_ = opened(federation_of(tiny, layer="encoder", centered=centered))
+    term = CKAAlignment(weight=0.7, batch_size=30).start_round(locals_[0])(NO_STEP)
+    own = clients[0].model.represent(normalize(clients[0].public_images), "encoder").double().detach()
+    if centered:
+        own = own - own.mean(dim=0)
+    a, b = own @ own.T, sum(t.double() @ t.double().T for t in server.tensors.values()) / 3
+    cka = float((a * b).sum() / (a.norm() * b.norm()))
+    assert float(term.detach()) == pytest.approx(0.7 * (1 - cka), abs=1e-5)
+    assert locals_[0].logged()["cka"] == pytest.approx(cka, abs=1e-5)
+
+
+@pytest.mark.parametrize(("kernel", "centered"), [("linear", True), ("half_whitened", False)])
+def test_with_running_statistics_the_cka_with_ones_own_kernel_is_one(kernel, centered, tiny):
+    """With unchanged weights, in training mode, on a mini-batch of the public images."""
+    clients, _, locals_ = opened(federation_of(tiny, layer="encoder", target="self", kernel=kernel, centered=centered))
+    values = {}
+    for statistics in ("running", "batch"):
+        clients[0].model.train()
+        size = 30 if centered else 12  # columns are centred over all 30 images
+        term = CKAAlignment(batch_size=size, statistics=statistics).start_round(locals_[0])
+        values[statistics] = 1 - float(term(NO_STEP).detach()) / 0.5
+        assert all(module.training for module in clients[0].model.modules())
+    assert values["running"] == pytest.approx(1.0, abs=1e-5)
+    assert values["batch"] < 1 - 1e-4  # the kernel is computed with running statistics
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"name": "cka_alignment", "statistics": "batch"},
+        {"name": "cka_alignment", "statistics": "running"},
+        {"name": "public_objective"},
+    ],
+)
+def test_public_images_leave_no_trace_in_the_running_statistics(part, tiny):
+    """With weight 0 a client ends with the very model, buffers included, of a round without the term."""
+    ends = []
+    for regularizers in ([part | {"weight": 0.0, "batch_size": 12}], []):
+        aggregators = ALIGNED["aggregators"] if regularizers and "statistics" in part else []
+        federation = build_federation(tiny(**{**ALIGNED, "regularizers": regularizers, "aggregators": aggregators}))
+        ends.append(train_rounds(federation, 1, clients=[0]).clients[0].tensors)
+    names = [name for name in ends[1] if name.startswith("model/")]
+    assert any("running_mean" in name for name in names)
+    for name in names:
+        assert torch.equal(ends[0][name], ends[1][name]), name
+
+
+# Terms that compare the model with the received or the previous one
+
+IDENTITY, EXCHANGED, TURNED = ([[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]], [[0.0, -1.0], [1.0, 0.0]])
+
+
+def projecting(rows) -> Model:
+    """The encoder flattens two pixels, the projector multiplies them by the rows."""
+    return Model({"encoder": nn.Flatten(), "projector": Scale(rows)})
+
+
+def encoding(rows) -> Model:
+    """The encoder multiplies two pixels by the rows; there are no heads."""
+    return Model({"encoder": Scale(rows)})
+
+
+def weights(rows, part="encoder") -> Message:
+    return Message({f"online.{part}.weight": torch.tensor(rows)})
+
+
+def step_at(model: Model, *views: torch.Tensor) -> Step:
+    representations = tuple(model.encoder(view) for view in views)
+    heads = model.online["projector"] if "projector" in model.online else nn.Identity()
+    return Step(torch.zeros(()), representations, tuple(map(heads, representations)), views=views)
+
+
+def pixels(*pairs) -> torch.Tensor:
+    return torch.tensor(pairs, dtype=torch.float32).reshape(-1, 1, 1, 2)
+
+
+# Distances of weights
+
+
+def test_the_proximal_term_by_hand():
+    """Two of four weights move, by 0.3 and -0.4: mu / 2 * (0.09 + 0.16) = 0.025 for mu = 0.2, gradient mu (w - w_t)."""
+    model = encoding([[1.0, 2.0], [3.0, 4.0]])
+    local = local_round(model)
+    term = Proximal(weight=0.2).start_round(local)
+    step = step_at(model, pixels((0, 0)))
+    assert float(term(step).detach()) == 0
+    with torch.no_grad():
+        model.encoder.weight += torch.tensor([[0.3, 0.0], [0.0, -0.4]])
+    value = term(step)
+    assert float(value.detach()) == pytest.approx(0.025)
+    value.backward()
+    torch.testing.assert_close(model.encoder.weight.grad, torch.tensor([[0.06, 0.0], [0.0, -0.08]]))
+    assert local.logged()["proximal_distance"] == pytest.approx(0.25)  # the mean of 0 and 0.5
+
+
+def test_the_distance_of_weights_to_the_global_ones_by_hand():
+    """The same numbers: lambda / 2 (0.09 + 0.16) = 0.025 for 0.2, gradient lambda (v - w)."""
+    model = encoding([[1.3, 2.0], [3.0, 3.6]])
+    local = local_round(model, weights([[1.0, 2.0], [3.0, 4.0]]))
+    value = DistanceToGlobal(of="weights", weight=0.2).start_round(local)(step_at(model, pixels((1, 1))))
+    assert float(value.detach()) == pytest.approx(0.025)
+    value.backward()
+    torch.testing.assert_close(model.encoder.weight.grad, torch.tensor([[0.06, 0.0], [0.0, -0.08]]))
+
+
+def test_frozen_and_absent_layers_have_no_proximal_distance():
+    encoder = staged("small_resnet10")
+    encoder.use(active=[1], frozen=[0])
+    model = Model({"encoder": encoder, "projector": Scale(IDENTITY)})
+    term = Proximal(weight=2.0).start_round(local_round(model))
+    step = Step(torch.zeros(()), ())
+    with torch.no_grad():
+        for layer in (0, 2, 3):
+            for parameter in encoder.switches(layer)[0].parameters():
+                parameter += 1.0
+    assert float(term(step)) == 0
+    with torch.no_grad():
+        next(encoder.switches(1)[0].parameters()).flatten()[0] += 3.0
+    assert float(term(step)) == pytest.approx(9.0, rel=1e-5)
+
+
+# The distance of representations from those of the received model
+
+
+def test_the_distance_of_representations_by_hand():
+    """The own model is the identity, the global one swaps its two outputs.
+
+    View 1 has the images (1, 0) and (3, 3): at distances |(1, 0) - (0, 1)|^2 = 2 and 0, so the mean is 1.
+    View 2 has (0, 2) and (5, 0): both at distance 2 whatever their length. The mean over the views is 1.5.
+    """
+    part, model = DistanceToGlobal(weight=0.4), encoding(IDENTITY)
+    local = local_round(model, weights(EXCHANGED))
+    value = part.start_round(local)(step_at(model, pixels((1, 0), (3, 3)), pixels((0, 2), (5, 0))))
+    assert float(value.detach()) == pytest.approx(0.4 / 2 * 1.5)
+    assert local.logged()["global_distance"] == pytest.approx(1.5)
+    # Along the representation itself nothing pulls, as only directions count: for (1, 0) only row 1 has a gradient.
+    part.start_round(local)(step_at(model, pixels((1, 0)))).backward()
+    torch.testing.assert_close(model.encoder.weight.grad, torch.tensor([[0.0, 0.0], [-0.4, 0.0]]))
+
+
+@pytest.mark.parametrize("of", ["representations", "weights"])
+def test_equal_weights_have_distance_0_in_training_and_no_statistics_change(of, tiny):
+    model = build_federation(tiny()).new_model(0).train()
+    local = local_round(model, Message(model.online_state()).copy())
+    term = DistanceToGlobal(of=of).start_round(local)
+    views = torch.randn(2, 6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    step = Step(torch.zeros(()), tuple(map(model.encoder, views)), views=tuple(views))
+    after_forward = {name: t.clone() for name, t in model.state_dict().items()}
+    assert float(term(step).detach()) == pytest.approx(0.0, abs=1e-9)
+    assert all(torch.equal(t, after_forward[name]) for name, t in model.state_dict().items())
+
+
+# Towards the received model and away from the previous one
+
+
+@pytest.mark.parametrize(
+    ("now", "towards", "away", "expected"),
+    [
+        (E1, 5 * E1, E2, math.log(4 / 3)),  # -log(3 / (3 + 1))
+        (E1, E2, E1, math.log(4)),  # -log(1 / (1 + 3))
+        (2 * E1, E1, -E1, math.log(10 / 9)),  # -log(3 / (3 + 1/3))
+        (E1, E2, -E2, math.log(2)),
+    ],
+)
+def test_model_contrast_by_hand(now, towards, away, expected):
+    one = model_contrast(now[None], towards[None], away[None], THREE)
+    assert float(one) == pytest.approx(expected, rel=1e-6)
+    rows = model_contrast(torch.stack([now, E1]), torch.stack([towards, E1]), torch.stack([away, E2]), THREE)
+    assert float(rows) == pytest.approx((expected + math.log(4 / 3)) / 2, rel=1e-6)
+
+
+def test_the_alignment_is_towards_what_arrived_and_away_from_the_clients_previous_model():
+    """The views are e1 and e2, the model passes them on. The global model turns both by 90 degrees, the previous one
+    does nothing: both rows are at right angles to their goal, -log(1 / (1 + 3)) = log 4, and 2 log 4 for weight 2.
+    """
+    model, memory = projecting(IDENTITY), Message()
+    received, previous = weights(TURNED, "projector"), weights(IDENTITY, "projector").tensors
+    part = RepresentationAlignment(weight=2.0, temperature=THREE)
+    step = step_at(model, pixels((1, 0)), pixels((0, 1)))
+    first = part.start_round(local_round(model, received, memory=memory, previous=previous))
+    assert float(first(step)) == 0  # nothing is known of a previous round
+    local = local_round(model, received, memory=memory, previous=previous)
+    value = part.start_round(local)(step)
+    assert float(value.detach()) == pytest.approx(2 * math.log(4), rel=1e-6)
+    assert local.logged()["alignment_loss"] == pytest.approx(math.log(4), rel=1e-6)
+    value.backward()
+    gradient = model.online["projector"].weight.grad
+    # pulling e1 to e2 and e2 to -e1 turns by 90 degrees; along the rows nothing changes the cosine
+    assert gradient[1, 0] < 0 < gradient[0, 1]
+    assert gradient[0, 0] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_alignment_begins_anew_with_every_stage_and_passes_frozen_layers_once():
+    part = RepresentationAlignment()
+    encoder, memory, view = staged("small_resnet10"), Message(), images()
+    model = Model({"encoder": encoder, "projector": nn.Linear(128, 8)})
+    calls: list[int] = []
+    for layer in (0, 1):
+        encoder.switches(layer)[0].module.register_forward_hook(lambda m, i, o, layer=layer: calls.append(layer))
+    values = []
+    for active, frozen in ([[0], []], [[1], [0]], [[1], [0]]):
+        encoder.use(active, frozen)
+        term = part.start_round(local_round(model, memory=memory, previous=model.online_state()))
+        calls.clear()
+        values.append(float(term(step_at(model, view)).detach()))
+    assert values[:2] == [0, 0]
+    assert values[2] == pytest.approx(math.log(2), rel=0.1)  # all three models have the same weights
+    assert calls == [0, 1, 1, 1]
