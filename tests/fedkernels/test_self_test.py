@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fedkernels
 from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes, self_test_process
 from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, Card, Result
-from fedkernels.self_test import table
 
 CARD = Card("Some card", "9.0", "driver 1")
 OPERATORS = frozenset({"client_weights", "nt_xent", "two_views"})  # nt_xent is the one with a fault
@@ -262,14 +260,6 @@ def test_a_relative_cache_is_not_used(machine, monkeypatch, tmp_path):
     assert tmp_path / "home/.cache/fedkernels" in file.parents
 
 
-def test_a_card_is_described(monkeypatch):
-    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
-    card = self_test_outcomes.card_of(0)
-    assert card[:2] == ("NVIDIA H200", "9.0")
-    assert "CUDA " in card.driver
-
-
 def test_the_build_is_known():
     assert (len(self_test_outcomes.build()) == 64) == (native.module is not None)
 
@@ -386,20 +376,6 @@ def test_without_a_gpu_there_is_nothing_to_test():
     assert done.returncode == 0
     assert done.stdout.startswith("No CUDA kernels to test")
     assert done.stderr == ""
-
-
-def test_the_table():
-    results = [
-        Result("Some card", "info_nce", PASSED, "", 0.31),
-        Result("Some card", "nt_xent", FAILED, "it hangs", 60),
-        Result("Some card", "two_views", NOT_TESTED, "no memory", 0),
-    ]
-    assert table(results).splitlines() == [
-        "card       operator   outcome     time    reason",
-        "Some card  info_nce   passed      0.3 s",
-        "Some card  nt_xent    FAILED      60.0 s  it hangs",
-        "Some card  two_views  not tested  0.0 s   no memory",
-    ]
 
 
 @pytest.mark.gpu

@@ -168,34 +168,6 @@ def test_what_is_saved_grows_with_this_ranks_batch_alone(ranks: Ranks, loss, met
         assert 2 * rows * DIM <= elements <= 2 * rows * DIM + 4 * rows + 64  # the embeddings and a few numbers a row
 
 
-def two_pass_gradients(method: str, cached: bool) -> list[Tensor]:
-    """The parameters' gradients, averaged over the ranks; `cached` as Gao et al. 2021 (GradCache) compute them."""
-    torch.manual_seed(3)
-    tower = torch.nn.Sequential(torch.nn.Linear(DIM, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
-    scale = torch.nn.Parameter(torch.tensor(2.0))
-    first, second = (part[dist.get_rank()] for part in batches(1, (8,) * dist.get_world_size()))
-    if cached:
-        chunks = [*first.split(2), *second.split(2)]
-        with torch.no_grad():
-            embeddings = torch.cat([tower(chunk) for chunk in chunks]).requires_grad_()
-        distributed.clip_loss(*embeddings.chunk(2), scale.exp(), method=method).backward()
-        assert embeddings.grad is not None
-        for chunk, gradient in zip(chunks, embeddings.grad.split(2), strict=True):
-            tower(chunk).backward(gradient)
-    else:
-        distributed.clip_loss(tower(first), tower(second), scale.exp(), method=method).backward()
-    gradients = [parameter.grad for parameter in [*tower.parameters(), scale]]
-    for gradient in gradients:
-        dist.all_reduce(gradient)
-    return [gradient / dist.get_world_size() for gradient in gradients]
-
-
-@METHOD
-def test_a_two_pass_gradient_cache_gives_the_same_gradients(ranks: Ranks, method):
-    found = [ranks(two_pass_gradients, method, cached) for cached in (True, False)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-
-
 def in_a_subgroup() -> Tensor | None:
     group = dist.new_group([1, dist.get_world_size() - 1] if dist.get_world_size() > 2 else [1])
     if dist.get_rank() not in dist.get_process_group_ranks(dist.group.WORLD)[1:] or dist.get_rank(group) < 0:
