@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedkernels import apply_deltas
 from fedkernels.reference import apply_deltas as reference
@@ -16,45 +14,17 @@ def model(seed, dtype=torch.float64, shapes=SHAPES):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def by_formula(start, clients, weights):
-    stepped = [g.double().clone() for g in start]
-    for index, g in enumerate(start):
-        for weight, params in zip(weights, clients, strict=True):
-            stepped[index] -= weight * (g.double() - params[index].double())
-    return stepped
-
-
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(
-    st.lists(st.floats(-3, 3), min_size=1, max_size=5), st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1)
-)
-def test_equals_the_formula(weights, shapes):
-    start, clients = model(0, shapes=shapes), [model(1 + k, shapes=shapes) for k in range(len(weights))]
-    truth = by_formula(start, clients, weights)
-    assert apply_deltas(start, clients, weights) is None
-    torch.testing.assert_close(start, truth)
-
-
-@pytest.mark.parametrize("global_dtype", [torch.float32, torch.bfloat16])
-def test_long_tensors_whose_versions_differ_in_their_dtype(global_dtype):
-    """The compiled operator takes 512 entries at a time, and reads each version in its own dtype."""
-    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
-    start = model(0, global_dtype, [(1300,)])
-    clients = [model(1 + k, dtype, [(1300,)]) for k, dtype in enumerate(dtypes)]
-    weights = [0.3, 0.1, 0.4, 0.2]
-    truth = [tensor.to(global_dtype) for tensor in by_formula(start, clients, weights)]
-    apply_deltas(start, clients, weights)
-    assert torch.equal(start[0], truth[0])
-
-
 @pytest.mark.parametrize("entries", [7, 1 << 20])
 def test_equals_the_sum_client_by_client_to_the_last_bit(entries, monkeypatch):
-    """In whatever dtypes, strides, and chunks, which begin and end within tensors."""
+    """In whatever dtypes, strides, and chunks, which begin and end within tensors.
+
+    The compiled operator takes 512 entries at a time, and reads each version in its own dtype.
+    """
     for name in ("_ENTRIES", "_ENTRIES_ON_CPU"):
         monkeypatch.setattr(reference, name, entries)
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
     start, *clients = (
-        [tensor.to(dtypes[(n + k) % 4]) for n, tensor in enumerate(model(k, shapes=[*SHAPES, (23,), (6, 4)]))]
+        [tensor.to(dtypes[(n + k) % 4]) for n, tensor in enumerate(model(k, shapes=[*SHAPES, (1300,), (6, 4)]))]
         for k in range(6)
     )
     start[-1] = start[-1].T.contiguous().T
@@ -116,16 +86,13 @@ def test_shared_memory_is_refused():
     assert torch.equal(flat, torch.arange(12.0))
 
 
-def test_neighbours_in_one_storage_are_fine():
+def test_neighbours_and_columns_in_one_storage_are_fine():
     flat, client = torch.arange(12.0), torch.full((6,), 7.0)
     apply_deltas([flat[:6], flat[6:]], [[client, client], [client, client]], [0.5, 0.5])
     assert flat.tolist() == [7.0] * 12
     both = torch.arange(12.0)
     apply_deltas([both[:6]], [[both[6:]]], [1.0])
     assert both[:6].tolist() == both[6:].tolist() == [6, 7, 8, 9, 10, 11]
-
-
-def test_columns_of_one_matrix_are_fine():
     both = torch.arange(12.0).view(2, 6)
     apply_deltas([both[:, :2], both[:, 2:4]], [[both[:, 4:]] * 2], [1.0])
     assert both.tolist() == [[4, 5, 4, 5, 4, 5], [10, 11, 10, 11, 10, 11]]
@@ -143,29 +110,21 @@ def test_weights_may_be_what_is_written():
     assert start[0].tolist() == start[1].tolist() == [5, 5]
 
 
-@pytest.mark.cpu_only(reason="weights on a GPU are not looked at")
-def test_weights_that_are_not_finite():
-    start = torch.zeros(2)
-    with pytest.raises(ValueError, match="weights must be finite"):
-        apply_deltas([start], [[torch.ones(2)]], torch.tensor([torch.inf]))
-    assert not start.any()
-
-
 T = torch.ones(2, 3)
 
 
+@pytest.mark.cpu_only(reason="weights on a GPU are not looked at")
 @pytest.mark.parametrize(
-    ("start", "clients", "weights", "error", "message"),
+    ("clients", "weights", "message"),
     [
-        ([T], [[T]], [float("nan")], ValueError, "weights must be finite"),
-        ([T], [[T], [T]], [[1.0], [1.0, 2.0]], TypeError, "weights must be a tensor .* or a list of K numbers"),
-        ([T], [[T.T]], [1.0], ValueError, r"client_params\[0\]\[0\] must have the shape \[2, 3\]"),
-        ([T], [], [], ValueError, "client_params must hold at least one client"),
-        ([T, T.long()], [[T, T.long()]], [1.0], TypeError, r"global_params\[1\] must be float16"),
+        ([[T, T]], torch.tensor([torch.inf]), "weights must be finite"),
+        ([[T, T], [T, T]], [[1.0], [1.0, 2.0]], "weights must be a tensor .* or a list of K numbers"),
+        ([[T, T.T]], [1.0], r"client_params\[0\]\[1\] must have the shape \[2, 3\]"),
+        ([[T, T.long()]], [1.0], r"client_params\[0\]\[1\] must be float16"),
     ],
 )
-def test_what_is_refused_is_refused_before_anything_is_written(start, clients, weights, error, message):
-    start = [0 * tensor for tensor in start]
-    with pytest.raises(error, match=message):
+def test_what_is_refused_is_refused_before_anything_is_written(clients, weights, message):
+    start = [torch.zeros(2, 3), torch.zeros(2, 3)]
+    with pytest.raises((TypeError, ValueError), match=message):
         apply_deltas(start, clients, weights)
     assert not any(tensor.any() for tensor in start)
