@@ -299,15 +299,18 @@ def with_itself(name: str, **options: Any) -> Callable[..., Tensor]:
     return lambda *layers, source=fk, **drawn: getattr(source, name)(layers, layers, **options | drawn)
 
 
+def of_lists(name: str, inputs: Inputs, **how: Any) -> dict[str, Path]:
+    """Of different layers, and of the same."""
+    how["by_reference"] = KEEPS_NOTHING
+    return {"": Path(lists(name), inputs, **how), "with itself": Path(with_itself(name), inputs, **how)}
+
+
 KEEPS_NOTHING = "the compiled operator keeps no products, which the gradients need"
 CANCELS = "of few samples sums nearly cancel: test_debiased_cka.py has its precision"
 OF_PAIRS = [
     ({"y": R[:, :0]}, "y must not be empty in L or d, got shape [4, 0]"),
     ({"y": torch.ones(5, 3)}, "y must have the L = 4 rows of x, got 5"),
-    (
-        {"x": torch.ones(2, 4, 3), "y": torch.ones(3, 4, 3)},
-        "y must have leading dimensions that broadcast against [2] of x, got [3]",
-    ),
+    ({"x": torch.ones(2, 4, 3), "y": torch.ones(3, 4, 3)}, "y must have leading dimensions that broadcast against [2]"),
 ]
 OF_LISTS = [
     ({"xs": []}, "xs must hold at least one tensor, got an empty list"),
@@ -335,20 +338,12 @@ OF_SIMILARITIES = {
         [
             ({"x": R[:0], "kernel": R[:0, :0]}, "x must not be empty in L or d, got shape [0, 3]"),
             ({"kernel": torch.ones(4, 5)}, "kernel must be [..., 4, 4] for the 4 rows of x, got [4, 5]"),
-            (
-                {"x": torch.ones(2, 4, 3), "kernel": torch.ones(3, 4, 4)},
-                "kernel must have leading dimensions that broadcast against [2] of x, got [3]",
-            ),
+            ({"x": torch.ones(2, 4, 3), "kernel": torch.ones(3, 4, 4)}, "kernel must have leading dimensions that"),
         ],
     ),
     "linear_cka_pairwise": Operator(
         {"xs": [R, R], "ys": [WIDE], "centered": False},
-        {
-            "": Path(lists("linear_cka_pairwise"), three, CENTERED, of_cka, by_reference=KEEPS_NOTHING),
-            "with itself": Path(
-                with_itself("linear_cka_pairwise"), three, CENTERED, of_cka, by_reference=KEEPS_NOTHING
-            ),
-        },
+        of_lists("linear_cka_pairwise", three, draws=CENTERED, scale=of_cka),
         OF_LISTS,
     ),
     "debiased_cka": Operator(
@@ -361,15 +356,7 @@ OF_SIMILARITIES = {
     ),
     "debiased_cka_pairwise": Operator(
         {"xs": [R, R], "ys": [WIDE]},
-        {
-            "": Path(lists("debiased_cka_pairwise"), at_least(4, three), by_reference=KEEPS_NOTHING, certified=CANCELS),
-            "with itself": Path(
-                with_itself("debiased_cka_pairwise"),
-                at_least(4, three),
-                by_reference=KEEPS_NOTHING,
-                certified=CANCELS,
-            ),
-        },
+        of_lists("debiased_cka_pairwise", at_least(4, three), certified=CANCELS),
         [*OF_LISTS, ({"xs": [R[:3]], "ys": [R[:3]]}, "xs[0] must have at least 4 rows for debiased CKA, got 3")],
     ),
 }

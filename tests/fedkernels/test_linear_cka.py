@@ -130,50 +130,38 @@ def test_scale_does_not_matter(scale, centered):
     torch.testing.assert_close(grad.double() * scale, truth_grad.double(), rtol=1e-4, atol=1e-5)
 
 
-@CENTERED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("width", [3, 9])
-def test_zero_matrix_has_cka_zero_and_gradient_zero(centered, dtype, width):
-    # Constant columns are zero once centred; values like 0.1 leave rounding behind in a plain mean of 7.
-    row = matrix(width, seed=1, dtype=dtype) if centered else torch.zeros(width, dtype=dtype)
-    collapsed = row.repeat(7, 1).requires_grad_()
-    y = matrix(7, 4, seed=2, dtype=dtype).requires_grad_()
-    kernel = (collapsed @ collapsed.T).detach()
-    values = [
-        linear_cka(collapsed, y, centered),
-        linear_cka(y, collapsed, centered),
-        linear_cka(collapsed, collapsed, centered),
-        linear_cka_to_kernel(collapsed, y @ y.T, centered),
-        linear_cka_to_kernel(y, kernel, centered),
-        linear_cka_pairwise([collapsed], [y, collapsed], centered),
-    ]
-    for value in values:
-        assert not value.any()
-        grads = torch.autograd.grad(value.sum(), [collapsed, y], allow_unused=True)
-        assert all(grad is None or not grad.any() for grad in grads)
-
-
-@CENTERED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("width", [3, 9])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_zero_matrix_does_not_hide_another_that_is_not_finite(centered, dtype, width, bad):
-    zero, y = torch.zeros(7, width, dtype=dtype).requires_grad_(), matrix(7, 4, seed=2, dtype=dtype)
-    y[2, 1] = bad
-    y.requires_grad_()
-    kernel = matrix(7, 7, seed=3, dtype=dtype)
-    kernel[1, 1] = bad
+def of_each(zero, of_zero, y, of_y, centered):
+    """All values of a zero matrix beside another, whose kernels are given, and the gradients of both in each."""
     values = [
         linear_cka(zero, y, centered),
         linear_cka(y, zero, centered),
-        linear_cka_to_kernel(zero, kernel, centered),
-        linear_cka_to_kernel(y, torch.zeros(7, 7, dtype=dtype), centered),
+        linear_cka_to_kernel(zero, of_y, centered),
+        linear_cka_to_kernel(y, of_zero, centered),
         linear_cka_pairwise([zero], [y], centered),
     ]
     for value in values:
-        assert value.isnan().all()
-        grads = torch.autograd.grad(value.sum(), [zero, y], allow_unused=True)
-        assert any(grad is not None and grad.isnan().any() for grad in grads)
+        yield value, [x for x in torch.autograd.grad(value.sum(), [zero, y], allow_unused=True) if x is not None]
+
+
+@CENTERED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 9])
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
+def test_a_zero_matrix_has_cka_and_gradient_zero_and_hides_nothing_that_is_not_finite(centered, dtype, width, bad):
+    # Constant columns are zero once centred; values like 0.1 leave rounding behind in a plain mean of 7.
+    row = matrix(width, seed=1, dtype=dtype) if centered and not bad else torch.zeros(width, dtype=dtype)
+    zero, y = row.repeat(7, 1).requires_grad_(), matrix(7, 4, seed=2, dtype=dtype)
+    y[2, 1] += bad
+    kernel = y @ y.T if not bad else matrix(7, 7, seed=3, dtype=dtype)
+    kernel[1, 1] += bad
+    for value, gradients in of_each(zero, (zero @ zero.T).detach(), y.requires_grad_(), kernel, centered):
+        if bad:
+            assert value.isnan().all()
+            assert any(gradient.isnan().any() for gradient in gradients)
+        else:
+            assert not value.any()
+            assert not any(gradient.any() for gradient in gradients)
+    assert not linear_cka(zero, zero, centered)
 
 
 def test_one_zero_matrix_leaves_the_batch_alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from typing import Any
@@ -121,27 +122,25 @@ def assert_equals_one_process(results: list[list[Tensor]], problem: Problem, red
     torch.testing.assert_close(sum(temperatures).double(), of_temperature, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+FLOAT32, UNEQUAL = torch.float32, SIZES["unequal"]
+# Sums are at least float32, whatever the dtype is.
+CASES: list[tuple[Problem, str]] = [
+    *(
+        ((loss, sizes, FLOAT32, 0.3), reduction)
+        for loss, sizes, reduction in itertools.product(EVERY_LOSS, SIZES.values(), ["mean", "sum", "none"])
+    ),
+    *(
+        ((loss, UNEQUAL, dtype, 0.3), "mean")
+        for loss, dtype in itertools.product(EVERY_LOSS, [torch.bfloat16, torch.float16, torch.float64])
+    ),
+    (("supervised_contrastive_loss", UNEQUAL, FLOAT32, 0.01), "none"),
+]
+
+
 @METHOD
-@pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_values_and_gradients_are_those_of_one_process(ranks: Ranks, loss, method, sizes, reduction):
-    problem = loss, sizes, torch.float32, 0.3
+@pytest.mark.parametrize(("problem", "reduction"), CASES, ids=str)
+def test_values_and_gradients_are_those_of_one_process(ranks: Ranks, problem, method, reduction):
     assert_equals_one_process(ranks(on_rank, problem, method, reduction), problem, reduction)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@METHOD
-@pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_sums_are_at_least_float32(ranks: Ranks, loss, method, dtype):
-    problem = loss, SIZES["unequal"], dtype, 0.3
-    assert_equals_one_process(ranks(on_rank, problem, method, "mean"), problem, "mean")
-
-
-@METHOD
-def test_a_small_temperature_of_labels(ranks: Ranks, method):
-    problem = "supervised_contrastive_loss", SIZES["unequal"], torch.float32, 0.01
-    assert_equals_one_process(ranks(on_rank, problem, method, "none"), problem, "none")
 
 
 def saved_elements(loss: str, method: str, rows: int) -> int:
