@@ -4,25 +4,15 @@ A path is a call of a public function that runs code of its own: another option,
 that needs a gradient. A new operator or option is one more entry here, and what follows is tested of it. Tests of one
 operator, test_NAME.py, hold what this table cannot know: values against an independent formula, and numerical edges.
 
-What runs over the table; all but gradcheck, opcheck and export on a GPU too, where there is one:
+What runs over the table (all but gradcheck, opcheck and export on a GPU too, where there is one; each file says more):
 
-test_properties.py: values and gradients of every path against its reference in float64, at sizes beside the kernels'
-    tiles, in all dtypes and mixtures of them, all layouts (transposed, in steps, shifted, expanded), all choices of
-    inputs that need a gradient, and every reduction; dtypes of values and gradients. gradcheck of every differentiable
-    path, of all its inputs and of each alone, compiled and by reference.
-test_contexts.py: of every path torch.compile(fullgraph=True) with values and gradients, compiled and by reference, with
-    dynamic sizes and without; torch.export for batches of any size, compiled and by reference; autocast; narrow inputs
-    summed wide; torch.func's grad, vmap and jvp; forward mode; several gradients at once; 1 and 4 threads; forked
-    workers; meta and fake tensors. Only the reference of two_views under torch.compile is left to test_two_views.py.
-    Of the modules of fedkernels.nn that they are their functions, with values and gradients, print, compile and export.
-test_compiled_operators.py: opcheck of every registered operator, its options and gradients; threads to the last bit.
-test_refusals.py: what every argument of every function refuses, with the message: other types, dtypes, layouts,
-    devices, dimensions, numbers (True, strings, NaN, infinite, out of range) and options; shapes that do not fit
-    together. Not: entries of tensors, CKAAccumulator, MinibatchCKA, compare and ViewOptions.
+test_properties.py: values and gradients against the references in float64 at any size, dtype and layout; gradcheck.
+test_contexts.py: torch.compile, export, autocast, transforms, forked workers, fake tensors; the modules of fedkernels.nn.
+test_refusals.py: what every argument of every function refuses, with the message. Not: entries of tensors,
+    CKAAccumulator, MinibatchCKA, compare and ViewOptions.
 test_adversarial.py: NaN, infinity, duplicates, and huge or tiny entries in every input of every path, as by reference.
-test_memory_and_autograd.py: overlapping inputs, outputs that share no memory, leaves used again, subclasses, inference
-    mode, changes before the backward pass, second derivatives refused.
-test_cuda.py: what only a GPU shows, on cases of its own sizes.
+test_memory_and_autograd.py: overlapping inputs, leaves used again, subclasses, changes before the backward pass.
+Beside it test_compiled_operators.py has opcheck and threads, and test_cuda.py what only a GPU shows.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -143,20 +143,6 @@ def test_autocast_changes_nothing_and_narrow_inputs_are_summed_wide(name):
 # ---- threads and processes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.cpu_only(reason="threads of the CPU")
-@pytest.mark.parametrize("name", PATHS)
-def test_thread_counts_agree(name):
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 4):
-            torch.set_num_threads(threads)
-            results.append(result(name))
-    finally:
-        torch.set_num_threads(before)
-    for value, other in zip(*results, strict=True):
-        torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-12)
-
-
 class Everything(torch.utils.data.Dataset):
     def __len__(self):
         return len(PATHS)

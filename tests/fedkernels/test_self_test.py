@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fedkernels
 from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes, self_test_process
 from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, Card, Result
+from fedkernels.self_test import table
 
 CARD = Card("Some card", "9.0", "driver 1")
 OPERATORS = frozenset({"client_weights", "nt_xent", "two_views"})  # nt_xent is the one with a fault
@@ -256,6 +258,13 @@ def test_a_relative_cache_is_not_used(machine, monkeypatch, tmp_path):
     assert tmp_path / "home/.cache/fedkernels" in file.parents
 
 
+def test_the_card_and_the_build_are_known(monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
+    assert self_test_outcomes.card_of(0)[:2] == ("NVIDIA H200", "9.0")
+    assert (len(self_test_outcomes.build()) == 64) == (native.module is not None)
+
+
 def test_the_environment_turns_it_off(machine, monkeypatch):
     self_test_outcomes.save(CARD, {"nt_xent": Result(CARD.name, "nt_xent", FAILED, "wrong")})
     monkeypatch.setenv("FEDKERNELS_SELF_TEST", "0")
@@ -368,6 +377,13 @@ def test_without_a_gpu_there_is_nothing_to_test():
     assert done.returncode == 0
     assert done.stdout.startswith("No CUDA kernels to test")
     assert done.stderr == ""
+
+
+def test_the_table_has_a_line_for_each_result():
+    results = Result("Some card", "info_nce", PASSED, "", 0.31), Result("Some card", "nt_xent", FAILED, "it hangs", 60)
+    head, first, second = table(results).splitlines()
+    assert first.split() == ["Some", "card", "info_nce", "passed", "0.3", "s"]
+    assert second.endswith("60.0 s  it hangs")
 
 
 @pytest.mark.gpu

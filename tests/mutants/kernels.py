@@ -24,6 +24,8 @@ TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver 
 TESTS = {
     "add_products": "cka_sums",
     "all_logits": "contrastive",
+    "apply_deltas": "deltas",
+    "delta_gram": "deltas",
     "hsic_pairwise": "cka_sums",
     "info_nce": "contrastive",
     "linear_cka_feature_space": "linear_cka",
