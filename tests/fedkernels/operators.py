@@ -7,7 +7,7 @@ operator, test_NAME.py, hold what this table cannot know: values against an inde
 What runs over the table (all but gradcheck, opcheck and export on a GPU too, where there is one; each file says more):
 
 test_properties.py: values and gradients against the references in float64 at any size, dtype and layout; gradcheck.
-test_contexts.py: torch.compile, export, autocast, transforms, forked workers, fake tensors; the modules of fedkernels.nn.
+test_contexts.py: torch.compile, export, autocast, transforms, forked workers, fake tensors; fedkernels.nn.
 test_refusals.py: what every argument of every function refuses, with the message. Not: entries of tensors,
     CKAAccumulator, MinibatchCKA, compare and ViewOptions.
 test_adversarial.py: NaN, infinity, duplicates, and huge or tiny entries in every input of every path, as by reference.

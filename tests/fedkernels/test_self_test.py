@@ -381,7 +381,7 @@ def test_without_a_gpu_there_is_nothing_to_test():
 
 def test_the_table_has_a_line_for_each_result():
     results = Result("Some card", "info_nce", PASSED, "", 0.31), Result("Some card", "nt_xent", FAILED, "it hangs", 60)
-    head, first, second = table(results).splitlines()
+    _, first, second = table(results).splitlines()
     assert first.split() == ["Some", "card", "info_nce", "passed", "0.3", "s"]
     assert second.endswith("60.0 s  it hangs")
 
