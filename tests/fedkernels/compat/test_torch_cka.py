@@ -137,6 +137,16 @@ def test_the_mode_is_restored_after_an_error():
     assert network.training
 
 
+def test_a_constant_layer_has_the_value_0():
+    """The original divides 0 by 0 there and raises AssertionError."""
+    constant = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double()
+    for parameter in constant.parameters():
+        nn.init.zeros_(parameter)
+    values = values_of(loader(), first=constant, layers=("0", "1"))
+    assert values[0].all()
+    assert not values[1].any()
+
+
 def test_a_network_that_returns_nan_has_no_values():
     assert values_of([IMAGES * torch.nan]).isnan().all()
 
