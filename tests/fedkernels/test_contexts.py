@@ -270,7 +270,7 @@ def rows(n):
 
 # module, the function of the same tensors, and these for n rows
 MODULES = {
-    NN.InfoNCE(0.2): (lambda q, k: info_nce(q, k, 0.2), lambda n: queries_and_keys(n, 5, 0, n)),
+    NN.InfoNCE(0.2, "sum"): (lambda q, k: info_nce(q, k, 0.2, "sum"), lambda n: queries_and_keys(n, 5, 0, n)),
     NN.NTXent(2.0, "none"): (lambda p, q: fedkernels.nt_xent(p, q, 2.0, "none"), rows),
     NN.SupervisedContrastiveLoss(0.5, "sum"): (
         lambda z, labels: fedkernels.supervised_contrastive_loss(z, labels, 0.5, "sum"),
