@@ -4,25 +4,15 @@ A path is a call of a public function that runs code of its own: another option,
 that needs a gradient. A new operator or option is one more entry here, and what follows is tested of it. Tests of one
 operator, test_NAME.py, hold what this table cannot know: values against an independent formula, and numerical edges.
 
-What runs over the table; all but gradcheck, opcheck and export on a GPU too, where there is one:
+What runs over the table (all but gradcheck, opcheck and export on a GPU too, where there is one; each file says more):
 
-test_properties.py: values and gradients of every path against its reference in float64, at sizes beside the kernels'
-    tiles, in all dtypes and mixtures of them, all layouts (transposed, in steps, shifted, expanded), all choices of
-    inputs that need a gradient, and every reduction; dtypes of values and gradients. gradcheck of every differentiable
-    path, of all its inputs and of each alone, compiled and by reference.
-test_contexts.py: of every path torch.compile(fullgraph=True) with values and gradients, compiled and by reference, with
-    dynamic sizes and without; torch.export for batches of any size, compiled and by reference; autocast; narrow inputs
-    summed wide; torch.func's grad, vmap and jvp; forward mode; several gradients at once; 1 and 4 threads; forked
-    workers; meta and fake tensors. Only the reference of two_views under torch.compile is left to test_two_views.py.
-    Of the modules of fedkernels.nn that they are their functions, with values and gradients, print, compile and export.
-test_compiled_operators.py: opcheck of every registered operator, its options and gradients; threads to the last bit.
-test_refusals.py: what every argument of every function refuses, with the message: other types, dtypes, layouts,
-    devices, dimensions, numbers (True, strings, NaN, infinite, out of range) and options; shapes that do not fit
-    together. Not: entries of tensors, CKAAccumulator, MinibatchCKA, compare and ViewOptions.
+test_properties.py: values and gradients against the references in float64 at any size, dtype and layout; gradcheck.
+test_contexts.py: torch.compile, export, autocast, transforms, forked workers, fake tensors; fedkernels.nn.
+test_refusals.py: what every argument of every function refuses, with the message. Not: entries of tensors,
+    CKAAccumulator, MinibatchCKA, compare and ViewOptions.
 test_adversarial.py: NaN, infinity, duplicates, and huge or tiny entries in every input of every path, as by reference.
-test_memory_and_autograd.py: overlapping inputs, outputs that share no memory, leaves used again, subclasses, inference
-    mode, changes before the backward pass, second derivatives refused.
-test_cuda.py: what only a GPU shows, on cases of its own sizes.
+test_memory_and_autograd.py: overlapping inputs, leaves used again, subclasses, changes before the backward pass.
+Beside it test_compiled_operators.py has opcheck and threads, and test_cuda.py what only a GPU shows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -299,15 +289,18 @@ def with_itself(name: str, **options: Any) -> Callable[..., Tensor]:
     return lambda *layers, source=fk, **drawn: getattr(source, name)(layers, layers, **options | drawn)
 
 
+def of_lists(name: str, inputs: Inputs, **how: Any) -> dict[str, Path]:
+    """Of different layers, and of the same."""
+    how["by_reference"] = KEEPS_NOTHING
+    return {"": Path(lists(name), inputs, **how), "with itself": Path(with_itself(name), inputs, **how)}
+
+
 KEEPS_NOTHING = "the compiled operator keeps no products, which the gradients need"
 CANCELS = "of few samples sums nearly cancel: test_debiased_cka.py has its precision"
 OF_PAIRS = [
     ({"y": R[:, :0]}, "y must not be empty in L or d, got shape [4, 0]"),
     ({"y": torch.ones(5, 3)}, "y must have the L = 4 rows of x, got 5"),
-    (
-        {"x": torch.ones(2, 4, 3), "y": torch.ones(3, 4, 3)},
-        "y must have leading dimensions that broadcast against [2] of x, got [3]",
-    ),
+    ({"x": torch.ones(2, 4, 3), "y": torch.ones(3, 4, 3)}, "y must have leading dimensions that broadcast against [2]"),
 ]
 OF_LISTS = [
     ({"xs": []}, "xs must hold at least one tensor, got an empty list"),
@@ -335,20 +328,12 @@ OF_SIMILARITIES = {
         [
             ({"x": R[:0], "kernel": R[:0, :0]}, "x must not be empty in L or d, got shape [0, 3]"),
             ({"kernel": torch.ones(4, 5)}, "kernel must be [..., 4, 4] for the 4 rows of x, got [4, 5]"),
-            (
-                {"x": torch.ones(2, 4, 3), "kernel": torch.ones(3, 4, 4)},
-                "kernel must have leading dimensions that broadcast against [2] of x, got [3]",
-            ),
+            ({"x": torch.ones(2, 4, 3), "kernel": torch.ones(3, 4, 4)}, "kernel must have leading dimensions that"),
         ],
     ),
     "linear_cka_pairwise": Operator(
         {"xs": [R, R], "ys": [WIDE], "centered": False},
-        {
-            "": Path(lists("linear_cka_pairwise"), three, CENTERED, of_cka, by_reference=KEEPS_NOTHING),
-            "with itself": Path(
-                with_itself("linear_cka_pairwise"), three, CENTERED, of_cka, by_reference=KEEPS_NOTHING
-            ),
-        },
+        of_lists("linear_cka_pairwise", three, draws=CENTERED, scale=of_cka),
         OF_LISTS,
     ),
     "debiased_cka": Operator(
@@ -361,15 +346,7 @@ OF_SIMILARITIES = {
     ),
     "debiased_cka_pairwise": Operator(
         {"xs": [R, R], "ys": [WIDE]},
-        {
-            "": Path(lists("debiased_cka_pairwise"), at_least(4, three), by_reference=KEEPS_NOTHING, certified=CANCELS),
-            "with itself": Path(
-                with_itself("debiased_cka_pairwise"),
-                at_least(4, three),
-                by_reference=KEEPS_NOTHING,
-                certified=CANCELS,
-            ),
-        },
+        of_lists("debiased_cka_pairwise", at_least(4, three), certified=CANCELS),
         [*OF_LISTS, ({"xs": [R[:3]], "ys": [R[:3]]}, "xs[0] must have at least 4 rows for debiased CKA, got 3")],
     ),
 }

@@ -102,15 +102,8 @@ def test_a_value_in_between_changes_only_the_rounding():
             torch.testing.assert_close(value, truth, rtol=1e-6, atol=0, check_dtype=False)
 
 
-def test_lists_of_representations():
-    xs, ys = layers()
-    accumulator = accumulated(xs, ys)
-    torch.testing.assert_close(accumulator.compute(), linear_cka_pairwise(xs, ys, True), rtol=1e-10, atol=0)
-    torch.testing.assert_close(accumulator.compute(True), debiased_cka_pairwise(xs, ys), rtol=1e-10, atol=1e-12)
-
-
 @BOTH
-def test_two_workers_join(make):
+def test_two_workers_with_lists_join(make):
     xs, ys = layers()
     whole = accumulated(xs, ys, make, (50, 30, 20))
     first = accumulated([x[:50] for x in xs], [y[:50] for y in ys], make, (50,))
@@ -120,6 +113,7 @@ def test_two_workers_join(make):
     torch.testing.assert_close(joined.compute(), whole.compute(), rtol=1e-10, atol=1e-12)
     assert torch.equal(first.compute(), before)
     if make is CKAAccumulator:
+        torch.testing.assert_close(joined.compute(), linear_cka_pairwise(xs, ys, True), rtol=1e-10, atol=0)
         torch.testing.assert_close(joined.compute(True), debiased_cka_pairwise(xs, ys), rtol=1e-10, atol=1e-12)
         assert joined.count == 100
 
@@ -150,18 +144,11 @@ def test_one_float64_makes_all_float64(make, wide):
 
 @BOTH
 def test_later_batches_are_taken_in_the_dtype_of_the_first(make):
-    x, y = pair(torch.float32)
-    mixed = accumulated(x, y, make, (50,))
+    """MinibatchCKA rounds them to it."""
+    x, y = pair(torch.float32) if make is CKAAccumulator else pair(offset=1e4)
+    mixed = accumulated(x.float(), y.float(), make, (50,))
     mixed.update(x[50:].double(), y[50:].double())
-    assert torch.equal(mixed.compute(), accumulated(x, y, make, (50, 50)).compute())
-
-
-def test_later_minibatches_are_rounded_to_the_dtype_of_the_first():
-    x, y = pair(offset=1e4)
-    mixed = MinibatchCKA()
-    mixed.update(x[:50].float(), y[:50].float())
-    mixed.update(x[50:], y[50:])
-    assert torch.equal(mixed.compute(), accumulated(x.float(), y.float(), MinibatchCKA, (50, 50)).compute())
+    assert torch.equal(mixed.compute(), accumulated(x.float(), y.float(), make, (50, 50)).compute())
 
 
 def reduced(make):
@@ -197,12 +184,6 @@ def test_all_reduce(ranks, make):  # noqa: F811
         for value, (chosen, sizes) in zip(values, cases, strict=True):
             truth = accumulated([x[chosen] for x in xs], [y[chosen] for y in ys], make, sizes).compute()
             torch.testing.assert_close(value, truth, rtol=1e-10, atol=1e-12)
-
-
-def test_one_minibatch_is_debiased_cka():
-    (x, y), (xs, ys) = pair(), layers()
-    torch.testing.assert_close(accumulated(x, y, MinibatchCKA, (100,)).compute(), debiased_cka(x, y))
-    torch.testing.assert_close(accumulated(xs, ys, MinibatchCKA, (100,)).compute(), debiased_cka_pairwise(xs, ys))
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
@@ -299,17 +280,11 @@ def started(make=CKAAccumulator):
         (lambda: CKAAccumulator().compute(), ValueError, "CKAAccumulator has no samples: call update"),
         (lambda: MinibatchCKA().compute(), ValueError, "MinibatchCKA has no samples: call update"),
         (lambda: CKAAccumulator().all_reduce(), ValueError, "CKAAccumulator has no samples: call update"),
-        (lambda: MinibatchCKA().all_reduce(), ValueError, "MinibatchCKA has no samples: call update"),
         (lambda: started().update(X, X[:4]), ValueError, "y must have the L = 5 rows of x, got 4"),
-        (
-            lambda: started().update(X, X[:, :2]),
-            ValueError,
-            r"y must have the widths \[3\] of the first batch, got \[2\]",
-        ),
+        (lambda: started().update(X, X[:, :2]), ValueError, r"y must have the widths \[3\] of the .*, got \[2\]"),
         (lambda: started().update([X, X], [X]), ValueError, r"x must have the widths \[3\] of the .*, got \[3, 3\]"),
         (lambda: started().update(X.to("meta"), X.to("meta")), ValueError, "device of the first batch"),
         (lambda: started().update(X, [X]), TypeError, "x must be a list of tensors"),
-        (lambda: started().update([X], [X, X[:2]]), ValueError, r"y\[1\] must have the L = 5 rows of x\[0\], got 2"),
         (lambda: started().update(X.int(), X), TypeError, "x must be float16"),
         (lambda: started().update(X[:0], X[:0]), ValueError, "x must not be empty"),
         (lambda: started().compute(1), TypeError, "debiased must be True or False, got int"),

@@ -166,12 +166,6 @@ def test_unbalanced_ot(poison, shape):
         assert not (plan < 0).any()
 
 
-def test_negative_costs_and_masses():
-    cost, a, b = randn(3, 9, 8, seed=1), randn(3, 9, seed=2), randn(3, 8, seed=3)
-    value = unbalanced_ot(cost, a, b, 0.8, 0.9, tol=1e-8)
-    torch.testing.assert_close(value, by_reference()(unbalanced_ot)(cost, a, b, 0.8, 0.9, tol=1e-8))
-
-
 # ---- the server's step --------------------------------------------------------------------------------------
 
 
@@ -190,13 +184,6 @@ def test_client_weights(poison):
     batch = torch.stack([torch.eye(6, dtype=FP64), gram])
     with pytest.raises(ValueError, match="gram must be finite"):
         client_weights(batch)
-
-
-def test_client_weights_of_extreme_scale():
-    gram = torch.diag(torch.tensor([1.0, 2.0, 4.0], dtype=FP64))
-    for scale in (1e-300, 1e-150, 1e150, 1e300):
-        torch.testing.assert_close(client_weights(scale * gram), client_weights(gram))
-    torch.testing.assert_close(client_weights(gram.float() * 1e-38), client_weights(gram.float()))
 
 
 @POISONED

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import quadprog
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedkernels import client_weights
 from fedkernels.internal import native
@@ -74,15 +72,6 @@ def test_duplicate_clients_share():
     torch.testing.assert_close(p[[0, 2, 4]], alone[[0, 2, 3]])
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(
-    st.integers(1, 24), st.integers(1, 30), st.floats(0, 5), st.floats(0, 2), st.integers(0, 999), st.floats(1e-9, 1e9)
-)
-def test_optimal_on_any_gram(clients, entries, correlation, spread, seed, scale):
-    gram = scale * gram_of(clients, entries, correlation, seed, spread)
-    assert_optimal(gram, client_weights(gram), rtol=1e-8)
-
-
 @pytest.mark.parametrize("correlation", [0.0, 1.0, 5.0])
 @pytest.mark.parametrize("clients", [3, 10, 40])
 def test_admm_converges_without_the_exact_end(clients, correlation, monkeypatch):
@@ -91,21 +80,6 @@ def test_admm_converges_without_the_exact_end(clients, correlation, monkeypatch)
     monkeypatch.setattr(reference, "_MAX_ITERATIONS", 500)
     gram = gram_of(clients, 60, correlation, clients)
     assert_optimal(gram, reference.client_weights(gram), rtol=1e-8)
-
-
-def test_hundreds_of_clients():
-    gram = gram_of(300, 800, 1.0, 2, 0.5)
-    assert_optimal(gram, client_weights(gram))
-
-
-def test_known_weights():
-    # Orthogonal updates: inversely to the squared lengths.
-    lengths = torch.tensor([1.0, 2.0, 4.0]).double()
-    torch.testing.assert_close(client_weights(lengths.diag()), (1 / lengths) / (1 / lengths).sum())
-    # The second update lies behind the first, which alone is nearest to 0.
-    assert client_weights(torch.tensor([[1.0, 1.5], [1.5, 4.0]])).tolist() == [1, 0]
-    # Opposite updates cancel.
-    torch.testing.assert_close(client_weights(torch.tensor([[1.0, -2.0], [-2.0, 4.0]])), torch.tensor([2 / 3, 1 / 3]))
 
 
 def test_degenerate_grams():
@@ -182,21 +156,27 @@ def broken(i, j, value):
 
 @pytest.mark.cpu_only(reason="the weights are NaN")
 @pytest.mark.parametrize(
-    ("gram", "bounds", "message"),
+    ("gram", "message"),
     [
-        (broken(0, 0, torch.nan), None, "gram must be finite, got 1 entries"),
-        (broken(1, 2, torch.inf), None, "gram must be finite"),
-        (broken(0, 1, 0.5), None, "gram must be symmetric"),
-        (broken(1, 1, -1.0), None, "gram must be positive semi-definite, got -1"),
-        (torch.eye(2).flip(0), None, "gram must be positive semi-definite"),
-        (torch.eye(3), [0.1, -0.1, 0.2], "lower_bounds must not be negative or NaN, got -0.1"),
-        (torch.eye(3), [0.1, torch.nan, 0.2], "lower_bounds must not be negative or NaN, got nan"),
-        (torch.eye(3), [0.5, 0.5, 0.5], "lower_bounds must have a sum of at most 1, got 1.5"),
+        (broken(0, 0, torch.nan), "gram must be finite, got 1 entries"),
+        (broken(1, 2, torch.inf), "gram must be finite"),
+        (broken(0, 1, 0.5), "gram must be symmetric"),
+        (broken(1, 1, -1.0), "gram must be positive semi-definite, got -1"),
+        (torch.eye(2).flip(0), "gram must be positive semi-definite"),
     ],
 )
-def test_entries_that_are_refused(gram, bounds, message):
+def test_entries_that_are_refused(gram, message):
     with pytest.raises(ValueError, match=message):
-        client_weights(gram, lower_bounds=None if bounds is None else torch.tensor(bounds))
+        client_weights(gram)
+
+
+@pytest.mark.cpu_only(reason="the weights are NaN")
+@pytest.mark.parametrize(
+    ("bounds", "message"), [([0.1, -0.1], "negative or NaN, got -0.1"), ([0.1, torch.nan], "nan"), ([0.9, 0.6], "1.5")]
+)
+def test_lower_bounds_that_are_refused(bounds, message):
+    with pytest.raises(ValueError, match=f"lower_bounds must .*{message}"):
+        client_weights(torch.eye(2), lower_bounds=torch.tensor(bounds))
 
 
 @pytest.mark.skipif(native.module is None, reason="the module is not compiled")

@@ -1,7 +1,7 @@
 """compare: what its hooks keep, what it restores, and what it refuses."""
 
-import builtins
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,12 +71,6 @@ def test_equals_cka_of_all_outputs(estimator):
     assert result.layers_a == result.layers_b == LAYERS
 
 
-def test_other_layers_of_the_second_network():
-    result = compare(network(1), network(2), batches(), (["4"], ["0", "1"]))
-    assert result.matrix.shape == (1, 2)
-    assert (result.layers_a, result.layers_b) == (["4"], ["0", "1"])
-
-
 def test_a_network_with_itself():
     model = network(1)
     matrix = compare(model, model, batches(), LAYERS).matrix
@@ -129,10 +123,12 @@ def test_the_first_floating_tensor_of_a_tuple_is_taken():
         (lambda: compare(network(), network(), [], ["4"]), ValueError, "at least one batch, got none"),
         (lambda: compare(network(), network(), batches(), []), ValueError, "at least one layer"),
         (lambda: compare(network(), network(), batches(), "4"), TypeError, "layers must be a list of names"),
-        (lambda: compare(network(), network(), batches(), [4]), TypeError, "layers must be a list of names"),
         (lambda: compare(network(), 3, batches(), ["4"]), TypeError, "model_b must be a torch.nn.Module, got int"),
-        (lambda: compare(Second(), network(), batches(), ["pairs"]), ValueError, "no layer 'pairs'; .* pair"),
-        (lambda: compare(network(), Second(), batches(), (["4"], ["x"])), ValueError, "model_b has no layer 'x'"),
+        (
+            lambda: compare(network(), Second(), batches(), (["4"], ["pairs"])),
+            ValueError,
+            "model_b has no layer .*pair",
+        ),
         (lambda: compare(network(), network(), batches(), ["4"], "mean"), ValueError, "estimator must be one of"),
         (lambda: compare(Second(), Second(), batches(), ["twice"]), ValueError, "'twice' of model_a ran more than"),
         (lambda: compare(Second(), Second(), batches(), ["unused"]), ValueError, "'unused' of model_a did not run"),
@@ -147,22 +143,14 @@ def test_bad_input_is_named(call, error, message):
         call()
 
 
-def test_heat_map(tmp_path, monkeypatch):
+def test_without_matplotlib_a_heat_map_says_what_to_install(tmp_path, monkeypatch):
     result = compare(network(1), network(2), batches(), LAYERS)
-    pytest.importorskip("matplotlib")
-    result.heat_map(tmp_path / "similarity.png")
-    assert (tmp_path / "similarity.png").read_bytes().startswith(b"\x89PNG")
-    real = builtins.__import__
-
-    def without_matplotlib(name, *arguments, **options):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        result.heat_map(tmp_path / "other.png")
-    assert not (tmp_path / "other.png").exists()
+        result.heat_map(tmp_path / "similarity.png")
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
@@ -175,4 +163,4 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     names = {}
     exec(code, names)
     assert names["comparison"].matrix.shape == (5, 5)
-    assert (tmp_path / "similarity.png").exists()
+    assert (tmp_path / "similarity.png").read_bytes().startswith(b"\x89PNG")

@@ -18,6 +18,7 @@ from fedkernels.internal import first_contact, native
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(fedkernels.__file__).parent
+COMPILED = pytest.mark.usefixtures("native")
 
 
 # An editable installation answers for fedkernels._C, wherever fedkernels itself comes from.
@@ -34,7 +35,7 @@ def run(code, *, python=sys.executable, path=PACKAGE.parent, **environment):
     return done.stdout.strip(), done.stderr.strip()
 
 
-@pytest.mark.skipif(native.module is None, reason="not compiled")
+@COMPILED
 @pytest.mark.parametrize(
     ("wanted", "told"), [("avx1024", "FEDKERNELS_CPU must be one of .*, got 'avx1024'"), ("baseline", "")]
 )
@@ -85,11 +86,15 @@ def copy_of_package(folder):
     return shutil.copytree(PACKAGE, folder / "fedkernels", ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
 
 
-def test_a_missing_module_is_told_once_and_the_references_serve(tmp_path):
-    (copy_of_package(tmp_path) / "_C.missing").write_text("CompileError: no c++\n")
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [("_C.missing", "CompileError: no c++\n", "CompileError: no c++"), ("_C.abi3.so", "x", "it does not load")],
+)
+def test_a_missing_or_broken_module_is_told_once_and_the_references_serve(tmp_path, file, text, told):
+    (copy_of_package(tmp_path) / file).write_text(text)
     out, _ = run(REPORT, path=tmp_path, FEDKERNELS_NATIVE="")
     assert out.startswith("1 fedkernels runs on its slower references")
-    assert out.count("CompileError: no c++") == 2  # in the warning and in build_info
+    assert out.count(told) == 2  # in the warning and in build_info
 
 
 def test_a_module_that_was_never_compiled_is_told(monkeypatch):
@@ -98,17 +103,10 @@ def test_a_module_that_was_never_compiled_is_told(monkeypatch):
         assert native._load() == (None, "it was not compiled when fedkernels was installed")
 
 
-def test_a_module_that_does_not_load_is_told_with_its_reason(tmp_path):
-    (copy_of_package(tmp_path) / "_C.abi3.so").write_bytes(b"not a library")
-    out, _ = run(REPORT, path=tmp_path, FEDKERNELS_NATIVE="")
-    assert out.startswith("1 ")
-    assert out.count("it does not load") == 2
-
-
 SCHEMAS = native.SCHEMAS
 
 
-@pytest.mark.skipif(native.module is None, reason="not compiled")
+@COMPILED
 @pytest.mark.parametrize(
     ("expected", "differing"),
     [
@@ -126,14 +124,14 @@ def test_a_module_with_other_schemas_is_not_used(monkeypatch, expected, differin
     assert differing in reason
 
 
-@pytest.mark.skipif(native.module is None, reason="not compiled")
+@COMPILED
 def test_a_module_of_sources_that_do_not_tell_their_schemas_is_not_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "fedkernels._C", ModuleType("fedkernels._C"))
     with pytest.warns(UserWarning, match="with other schemas of add_products, .*unbalanced_ot"):
         assert native._load()[0] is None
 
 
-@pytest.mark.skipif(native.module is None, reason="not compiled")
+@COMPILED
 def test_the_operators_are_registered_with_the_schemas_of_the_file():
     registered = {name: str(getattr(torch.ops.fedkernels, name).default._schema) for name in SCHEMAS}
     assert registered == {name: f"fedkernels::{name}{schema}" for name, schema in SCHEMAS.items()}
@@ -149,7 +147,7 @@ class OfGPUs:
         return {"cuda": "sm_90 compute_90"}
 
 
-@pytest.mark.skipif(native.module is None, reason="not compiled")
+@COMPILED
 def test_a_gpu_that_cannot_run_the_kernels_gets_the_references(monkeypatch):
     """Told once; another GPU beside it is served."""
     monkeypatch.setattr(native, "module", OfGPUs())
@@ -169,7 +167,7 @@ def test_a_gpu_that_cannot_run_the_kernels_gets_the_references(monkeypatch):
         assert native.operator("client_weights", good) is None
 
 
-@pytest.mark.skipif(native.module is None, reason="not compiled")
+@COMPILED
 def test_a_module_without_cuda_says_so():
     if "none" not in fedkernels.build_info()["cuda_compiled"]:
         pytest.skip("compiled with CUDA")

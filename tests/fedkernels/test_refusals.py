@@ -135,9 +135,8 @@ def test_other_options_are_refused(name, argument):
         return
     if isinstance(good, bool):
         for bad in (1, "no", np.int64(1), R):
-            assert_refused(
-                name, {argument: bad}, f"{argument} must be True or False, got {type(bad).__name__}", TypeError
-            )
+            message = f"{argument} must be True or False, got {type(bad).__name__}"
+            assert_refused(name, {argument: bad}, message, TypeError)
         assert_equal_calls(name, {argument: np.True_}, {argument: True})
         return
     for bad in (True, np.True_, np.array([1.0]), "1", np.str_("1"), 1j, [1.0]):
@@ -152,33 +151,25 @@ def test_other_options_are_refused(name, argument):
         for bad in (math.nan, math.inf, 10**400, *([0.0, -1.0] if good.least is not None else [])):
             assert_refused(name, {argument: bad}, f"{argument} must be {infinite}, got ", ValueError)
     if good.kind == "entry":
-        for bad, message in (
+        refusals = [
             (torch.ones(2), "must be a number or a tensor of one entry, got shape [2]"),
             (torch.tensor(1), FLOATING),
             (torch.ones(1, device="meta"), "must be on the device of the rows"),
-            *(
-                [(torch.tensor(-1.0), "must be positive"), (torch.tensor(math.nan), "must be positive")]
-                if good.least is not None
-                else []
-            ),
-        ):
-            assert_refused(name, {argument: bad}, f"{argument} {message}")
+        ]
+        if good.least is not None:
+            refusals += [(torch.tensor(number), "must be positive") for number in (-1.0, math.nan)]
     elif good.kind == "number":
-        assert_refused(
-            name, {argument: torch.tensor(1.0)}, f"{argument} must be a Python number, got Tensor", TypeError
-        )
+        refusals = [(torch.tensor(1.0), "must be a Python number, got Tensor")]
     else:
-        for bad, message in (
+        refusals = [
             (torch.ones(4).long(), FLOATING),
             (torch.ones(4, device="meta"), "must be on the device of"),
-        ):
-            assert_refused(name, {argument: bad}, f"{argument} {message}")
+        ]
+    for bad, message in refusals:
+        assert_refused(name, {argument: bad}, f"{argument} {message}")
     one = 1 if argument != "lower_bounds" else 0
-    numbers = [
-        kind(one)
-        for kind in (np.uint8, np.int64, np.float16, np.float32, np.float64, np.longdouble, np.array, Fraction)
-    ]
-    assert_equal_calls(name, *({argument: number} for number in [*numbers, one, float(one)]))
+    kinds = np.uint8, np.int64, np.float16, np.float32, np.float64, np.longdouble, np.array, Fraction, int, float
+    assert_equal_calls(name, *({argument: kind(one)} for kind in kinds))
 
 
 def assert_equal_calls(name: str, *changes: dict) -> None:
@@ -218,14 +209,11 @@ LONG = torch.ones(1, 2).expand(HUGE, 2)  # 2^32 entries, 8 bytes
     ("call", "message"),
     [
         (lambda: info_nce(LONG, R[:, :2], 0.5), f"key must have at least the B = {HUGE} rows of query, got 4"),
-        (lambda: info_nce(R[:, :2], LONG.T, 0.5), f"key must have the d = 2 columns of query, got {HUGE}"),
         (lambda: nt_xent(LONG, R, 0.5), rf"view2 must have the shape \[{HUGE}, 2\] of view1, got \[4, 3\]"),
-        (lambda: nt_xent(R, LONG, 0.5), rf"view2 must have the shape \[4, 3\] of view1, got \[{HUGE}, 2\]"),
         (lambda: linear_cka(LONG, R), f"y must have the L = {HUGE} rows of x, got 4"),
         (lambda: linear_cka_to_kernel(LONG, torch.eye(4)), rf"kernel must be \[..., {HUGE}, {HUGE}\]"),
         (lambda: linear_cka_pairwise([LONG, R], [R]), rf"xs\[1\] must have the L = {HUGE} rows of xs\[0\], got 4"),
         (lambda: unbalanced_ot(LONG, torch.ones(4), 1.0, 1.0, 1.0), rf"a must be a number or have .*\[..., {HUGE}\]"),
-        (lambda: unbalanced_ot(LONG.T, 1.0, torch.ones(4), 1.0, 1.0), rf"b must be a number or have .*\[..., {HUGE}\]"),
         (lambda: client_weights(LONG), rf"gram must have shape \[..., K, K\], got \[{HUGE}, 2\]"),
         (lambda: delta_gram([LONG], [[LONG.T]]), rf"client_params\[0\]\[0\] must have the shape \[{HUGE}, 2\]"),
         (lambda: apply_deltas([LONG], [[R]], [1.0]), rf"client_params\[0\]\[0\] must have the shape \[{HUGE}, 2\]"),

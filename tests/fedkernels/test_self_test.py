@@ -95,11 +95,7 @@ def test_the_first_use_tests_all_and_the_outcomes_are_kept(machine, capfd):
 
 # What goes wrong: what the child does for nt_xent, or at its start; what is told; whether it is kept.
 FAULTS = {
-    "a wrong value": (
-        {"of_nt_xent": 'tell(name, "FAILED", "off by nan", 0.1)'},
-        "off by nan",
-        True,
-    ),
+    "a wrong value": ({"of_nt_xent": 'tell(name, "FAILED", "off by nan", 0.1)'}, "off by nan", True),
     "an error that breaks CUDA": ({"of_nt_xent": 'tell(name, "FAILED", "illegal", 0.1); break'}, "illegal", True),
     "a crash": ({"of_nt_xent": "os.kill(os.getpid(), signal.SIGSEGV)"}, "ended with SIGSEGV", True),
     "a hang": ({"of_nt_xent": "time.sleep(60)"}, "did not end within 2 s", True),
@@ -262,15 +258,10 @@ def test_a_relative_cache_is_not_used(machine, monkeypatch, tmp_path):
     assert tmp_path / "home/.cache/fedkernels" in file.parents
 
 
-def test_a_card_is_described(monkeypatch):
+def test_the_card_and_the_build_are_known(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
-    card = self_test_outcomes.card_of(0)
-    assert card[:2] == ("NVIDIA H200", "9.0")
-    assert "CUDA " in card.driver
-
-
-def test_the_build_is_known():
+    assert self_test_outcomes.card_of(0)[:2] == ("NVIDIA H200", "9.0")
     assert (len(self_test_outcomes.build()) == 64) == (native.module is not None)
 
 
@@ -388,18 +379,11 @@ def test_without_a_gpu_there_is_nothing_to_test():
     assert done.stderr == ""
 
 
-def test_the_table():
-    results = [
-        Result("Some card", "info_nce", PASSED, "", 0.31),
-        Result("Some card", "nt_xent", FAILED, "it hangs", 60),
-        Result("Some card", "two_views", NOT_TESTED, "no memory", 0),
-    ]
-    assert table(results).splitlines() == [
-        "card       operator   outcome     time    reason",
-        "Some card  info_nce   passed      0.3 s",
-        "Some card  nt_xent    FAILED      60.0 s  it hangs",
-        "Some card  two_views  not tested  0.0 s   no memory",
-    ]
+def test_the_table_has_a_line_for_each_result():
+    results = Result("Some card", "info_nce", PASSED, "", 0.31), Result("Some card", "nt_xent", FAILED, "it hangs", 60)
+    _, first, second = table(results).splitlines()
+    assert first.split() == ["Some", "card", "info_nce", "passed", "0.3", "s"]
+    assert second.endswith("60.0 s  it hangs")
 
 
 @pytest.mark.gpu

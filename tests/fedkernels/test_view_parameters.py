@@ -96,17 +96,14 @@ def test_boxes_are_distributed_as_torchvisions(ours, boxes_of_torchvision, name)
     assert kolmogorov_smirnov(measure(ours.boxes.flatten(0, 1)), measure(boxes_of_torchvision)) < CRITICAL
 
 
-def evenly(low, high):
-    return low + (high - low) * (torch.arange(DRAWS) + 0.5) / DRAWS
-
-
-@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
-def test_factors_are_uniform_in_torchvisions_ranges(ours, name):
+def test_factors_and_sigma_are_uniform_in_their_ranges(ours):
     transforms = pytest.importorskip("torchvision.transforms")
     names = "brightness", "contrast", "saturation", "hue"
-    low, high = getattr(transforms.ColorJitter(*(getattr(OPTIONS, one) for one in names)), name)
-    found = ours.factors.flatten(0, 1)[:, names.index(name)]
-    assert kolmogorov_smirnov(found, evenly(low, high)) < CRITICAL
+    jitter = transforms.ColorJitter(*(getattr(OPTIONS, name) for name in names))
+    ranges = [*(getattr(jitter, name) for name in names), OPTIONS.blur_sigma]
+    for found, (low, high) in zip([*ours.factors.flatten(0, 1).T, ours.sigma.flatten()], ranges, strict=True):
+        evenly = low + (high - low) * (torch.arange(DRAWS) + 0.5) / DRAWS
+        assert kolmogorov_smirnov(found, evenly) < CRITICAL
 
 
 def test_every_order_is_equally_frequent(ours):
@@ -121,10 +118,6 @@ def test_choices_have_their_probability(ours, name):
     probability = getattr(OPTIONS, "jitter_probability" if name == "jitter" else name)
     deviation = math.sqrt(probability * (1 - probability) / DRAWS)
     assert abs(float(getattr(ours, name).double().mean()) - probability) < 4 * deviation
-
-
-def test_sigma_is_uniform(ours):
-    assert kolmogorov_smirnov(ours.sigma.flatten(), evenly(*OPTIONS.blur_sigma)) < CRITICAL
 
 
 def test_what_is_drawn_is_independent(ours):
@@ -194,11 +187,9 @@ def test_shapes_dtypes_and_numbers_of_samples():
     ("changes", "error", "message"),
     [
         ({"crop_scale": 0.2}, TypeError, "crop_scale must be two numbers, got 0.2"),
-        ({"crop_scale": (0.2, 0.5, 1.0)}, TypeError, r"crop_scale must be two numbers, got \(0.2, 0.5, 1.0\)"),
         ({"crop_scale": ("a", 1)}, TypeError, "crop_scale must be a number, got str"),
         ({"crop_scale": (0.2, 1.5)}, ValueError, r"crop_scale must be two numbers with .* <= 1, got \(0.2, 1.5\)"),
         ({"crop_ratio": (2.0, 1.0)}, ValueError, r"crop_ratio must be two numbers with .* got \(2.0, 1.0\)"),
-        ({"crop_ratio": (0.0, 1.0)}, ValueError, "crop_ratio must be two numbers with 1e-06 <= low"),
         ({"blur_sigma": (0.1, math.inf)}, ValueError, "blur_sigma must be two numbers with .* high <= 1e\\+06"),
         ({"flip": True}, TypeError, "flip must be a number, got bool"),
         ({"flip": 1.5}, ValueError, "flip must be between 0 and 1, got 1.5"),

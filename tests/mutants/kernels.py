@@ -22,10 +22,18 @@ MARK = re.compile(r"^ *// fault: (.+?) ->(?: (.+))?$")
 TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver endless, and then it is found
 # A source whose tests do not have its name: those that find its faults.
 TESTS = {
-    "all_logits": "clip_loss",
+    "add_products": "cka_sums",
+    "all_logits": "contrastive",
+    "apply_deltas": "deltas",
+    "delta_gram": "deltas",
+    "hsic_pairwise": "cka_sums",
+    "info_nce": "contrastive",
     "linear_cka_feature_space": "linear_cka",
-    "linear_cka_matrices": "hsic_pairwise",
-    "logits": "nt_xent",
+    "linear_cka_matrices": "cka_sums",
+    "logits": "contrastive",
+    "nt_xent": "contrastive",
+    "sigmoid_loss": "contrastive",
+    "similarity_logsumexp": "contrastive",
     "unbalanced_ot_interior_point": "unbalanced_ot_stiff",
     "view_parameters": "two_views",
 }

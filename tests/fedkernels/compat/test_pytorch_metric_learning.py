@@ -193,11 +193,7 @@ PAIR = torch.tensor([0, 1])
         (lambda: one_of(indices_tuple=([0], [1], [2])), ValueError, "indices_tuple must be three or four tensors"),
         (lambda: one_of(indices_tuple=(PAIR,) * 4), ValueError, "got one as both"),
         (lambda: ours.SupConLoss(margin=1), TypeError, "unexpected keyword argument 'margin'"),
-        (
-            lambda: ours.SupConLoss(distance=nn.CosineSimilarity()),
-            ValueError,
-            "distance must be None or CosineSimilarity",
-        ),
+        (lambda: ours.SupConLoss(distance=nn.CosineSimilarity()), ValueError, "distance must be None or Cosine"),
         (lambda: ours.NTXentLoss(reducer=SimpleNamespace()), ValueError, r"reducer must be None or MeanReducer\(\)"),
         (lambda: ours.NTXentLoss(temperature=0.0), ValueError, "temperature must be positive"),
     ],

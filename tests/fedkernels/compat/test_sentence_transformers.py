@@ -194,20 +194,6 @@ def test_the_cached_loss_repeats_its_dropout_and_has_its_value_without_gradients
     torch.testing.assert_close(*found, **CLOSE)
 
 
-@pytest.mark.parametrize("frozen", [0, 1], ids=["anchors", "documents"])
-def test_a_column_may_be_frozen(frozen):
-    features = [padded(seed) for seed in range(2)]
-    features[frozen]["task"] = "document"
-    cached, plain = (
-        getattr(sentence_transformers, name)(Reader(trained=False))
-        for name in ("CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss")
-    )
-    cached.mini_batch_size = 3
-    for loss in (cached, plain):
-        loss.model.tokens.requires_grad_(False)
-    torch.testing.assert_close(gradients(cached, features), gradients(plain, features), **CLOSE)
-
-
 def test_between_the_passes_nothing_that_the_model_wrote_is_alive():
     model = Reader()
     loss = sentence_transformers.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)

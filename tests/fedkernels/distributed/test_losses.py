@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from typing import Any
@@ -121,27 +122,25 @@ def assert_equals_one_process(results: list[list[Tensor]], problem: Problem, red
     torch.testing.assert_close(sum(temperatures).double(), of_temperature, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+FLOAT32, UNEQUAL = torch.float32, SIZES["unequal"]
+# Sums are at least float32, whatever the dtype is.
+CASES: list[tuple[Problem, str]] = [
+    *(
+        ((loss, sizes, FLOAT32, 0.3), reduction)
+        for loss, sizes, reduction in itertools.product(EVERY_LOSS, SIZES.values(), ["mean", "sum", "none"])
+    ),
+    *(
+        ((loss, UNEQUAL, dtype, 0.3), "mean")
+        for loss, dtype in itertools.product(EVERY_LOSS, [torch.bfloat16, torch.float16, torch.float64])
+    ),
+    (("supervised_contrastive_loss", UNEQUAL, FLOAT32, 0.01), "none"),
+]
+
+
 @METHOD
-@pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_values_and_gradients_are_those_of_one_process(ranks: Ranks, loss, method, sizes, reduction):
-    problem = loss, sizes, torch.float32, 0.3
+@pytest.mark.parametrize(("problem", "reduction"), CASES, ids=str)
+def test_values_and_gradients_are_those_of_one_process(ranks: Ranks, problem, method, reduction):
     assert_equals_one_process(ranks(on_rank, problem, method, reduction), problem, reduction)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@METHOD
-@pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_sums_are_at_least_float32(ranks: Ranks, loss, method, dtype):
-    problem = loss, SIZES["unequal"], dtype, 0.3
-    assert_equals_one_process(ranks(on_rank, problem, method, "mean"), problem, "mean")
-
-
-@METHOD
-def test_a_small_temperature_of_labels(ranks: Ranks, method):
-    problem = "supervised_contrastive_loss", SIZES["unequal"], torch.float32, 0.01
-    assert_equals_one_process(ranks(on_rank, problem, method, "none"), problem, "none")
 
 
 def saved_elements(loss: str, method: str, rows: int) -> int:
@@ -166,34 +165,6 @@ def test_what_is_saved_grows_with_this_ranks_batch_alone(ranks: Ranks, loss, met
     rows = 256
     for elements in ranks(saved_elements, loss, method, rows):
         assert 2 * rows * DIM <= elements <= 2 * rows * DIM + 4 * rows + 64  # the embeddings and a few numbers a row
-
-
-def two_pass_gradients(method: str, cached: bool) -> list[Tensor]:
-    """The parameters' gradients, averaged over the ranks; `cached` as Gao et al. 2021 (GradCache) compute them."""
-    torch.manual_seed(3)
-    tower = torch.nn.Sequential(torch.nn.Linear(DIM, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
-    scale = torch.nn.Parameter(torch.tensor(2.0))
-    first, second = (part[dist.get_rank()] for part in batches(1, (8,) * dist.get_world_size()))
-    if cached:
-        chunks = [*first.split(2), *second.split(2)]
-        with torch.no_grad():
-            embeddings = torch.cat([tower(chunk) for chunk in chunks]).requires_grad_()
-        distributed.clip_loss(*embeddings.chunk(2), scale.exp(), method=method).backward()
-        assert embeddings.grad is not None
-        for chunk, gradient in zip(chunks, embeddings.grad.split(2), strict=True):
-            tower(chunk).backward(gradient)
-    else:
-        distributed.clip_loss(tower(first), tower(second), scale.exp(), method=method).backward()
-    gradients = [parameter.grad for parameter in [*tower.parameters(), scale]]
-    for gradient in gradients:
-        dist.all_reduce(gradient)
-    return [gradient / dist.get_world_size() for gradient in gradients]
-
-
-@METHOD
-def test_a_two_pass_gradient_cache_gives_the_same_gradients(ranks: Ranks, method):
-    found = [ranks(two_pass_gradients, method, cached) for cached in (True, False)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def in_a_subgroup() -> Tensor | None:

@@ -1,0 +1,279 @@
+"""The contrastive losses, and the sums that they share, against their definitions with all logits; numerical edges."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedkernels
+from fedkernels import clip_loss, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
+from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
+from tests.fedkernels.inputs import FP64, randn
+from tests.fedkernels.operators import info_nce_densely
+
+
+def labels_of(features):
+    """Of which some have one row alone."""
+    generator, count = torch.Generator().manual_seed(len(features)), len(features)
+    return 7 * torch.randint(-1 - count // 3, 1 + count // 3, (count,), generator=generator)
+
+
+# ---- definitions: the losses of the rows --------------------------------------------------------------------
+
+
+def by_rows(query, key, temperature):
+    return info_nce_densely(query, key, temperature, "none")
+
+
+def without_the_diagonal(view1, view2, temperature):
+    """It is deleted, not masked; the positive's column moves accordingly."""
+    z, batch = torch.cat([view1, view2]), len(view1)
+    logits = (z @ z.T / temperature)[~torch.eye(2 * batch, dtype=torch.bool)].view(2 * batch, -1)
+    return F.cross_entropy(
+        logits, torch.arange(2 * batch).roll(batch) - (torch.arange(2 * batch) < batch).long(), reduction="none"
+    )
+
+
+def in_both_directions(image, text, logit_scale):
+    logits, numbers = logit_scale * image @ text.T, torch.arange(len(image))
+    return sum(F.cross_entropy(one, numbers, reduction="none") for one in (logits, logits.T)) / 2
+
+
+def by_logsigmoid(image, text, logit_scale, logit_bias):
+    signs = 2 * torch.eye(len(image), dtype=image.dtype) - 1
+    return -F.logsigmoid(signs * (logit_scale * image @ text.T + logit_bias)).sum(dim=1)
+
+
+def positives_of(features):
+    labels = labels_of(features)
+    return (labels[:, None] == labels).fill_diagonal_(False)
+
+
+def by_labels(features, temperature):
+    itself, positive = torch.eye(len(features), dtype=torch.bool), positives_of(features)
+    log_p = (features @ features.T / temperature).masked_fill(itself, -torch.inf).log_softmax(1)
+    return -log_p.where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
+
+
+# loss: its definition, and more pairs than the compiled operators take at a time: they have groups of 512 rows,
+# blocks of 128 or 256 and spans of 8 blocks
+LOSSES = {
+    "info_nce": (by_rows, 600),
+    "nt_xent": (without_the_diagonal, 300),
+    "clip_loss": (in_both_directions, 2100),
+    "sigmoid_loss": (by_logsigmoid, 2100),
+    "supervised_contrastive_loss": (by_labels, 1101),
+}
+EVERY = pytest.mark.parametrize("name", LOSSES)
+
+
+def leaves_of(name, batch, more, d, temperature=0.4, bias=-1.0):
+    """The rows, and a temperature or a scale, and a bias."""
+    batch = max(batch, 2) if name == "supervised_contrastive_loss" else batch
+    matrices = [randn(batch, d, seed=1), randn(batch + (more if name == "info_nce" else 0), d, seed=2)]
+    if name == "supervised_contrastive_loss":
+        del matrices[1]
+    scalars = [1 / temperature if name in ("clip_loss", "sigmoid_loss") else temperature, bias][
+        : 1 + (name == "sigmoid_loss")
+    ]
+    return [x.requires_grad_() for x in (*matrices, *(torch.tensor(scalar, dtype=FP64) for scalar in scalars))]
+
+
+def loss_of(name, *given, reduction="mean"):
+    if name == "supervised_contrastive_loss":
+        given = given[0], labels_of(given[0]), given[1]
+    return getattr(fedkernels, name)(*given, reduction=reduction)
+
+
+def reduced(name, losses, leaves):
+    """What "none", "sum" and "mean" give: each row counts in the mean, but where it has no positive."""
+    counted = (
+        positives_of(leaves[0]).any(1).sum().clamp(min=1) if name == "supervised_contrastive_loss" else len(losses)
+    )
+    return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counted}
+
+
+def weighted(value):
+    return (value * torch.linspace(0.1, 2, value.numel(), dtype=FP64).view(value.shape)).sum()
+
+
+@EVERY
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    st.integers(1, 40),
+    st.integers(0, 40),
+    st.integers(1, 33),
+    st.sampled_from([0.05, 0.3, 1.0, 7.0]),
+    st.sampled_from([-10.0, 0.0, 30.0]),
+)
+def test_equals_its_definition(name, batch, more, d, temperature, bias):
+    leaves = leaves_of(name, batch, more, d, temperature, bias)
+    for reduction, truth in reduced(name, LOSSES[name][0](*leaves), leaves).items():
+        loss = loss_of(name, *leaves, reduction=reduction)
+        torch.testing.assert_close(loss, truth)
+        of_loss, of_truth = (torch.autograd.grad(weighted(one), leaves, retain_graph=True) for one in (loss, truth))
+        torch.testing.assert_close(of_loss, of_truth)
+    numbers = [x.item() if x.ndim == 0 else x for x in leaves]
+    torch.testing.assert_close(loss_of(name, *numbers), truth)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@EVERY
+def test_more_rows_than_are_taken_at_a_time(name, reduction):
+    """With gradients in all inputs, and in each alone."""
+    definition, batch = LOSSES[name]
+    leaves = leaves_of(name, batch, 1, 3)
+    truth = reduced(name, definition(*leaves), leaves)[reduction]
+    expected = torch.autograd.grad(weighted(truth), leaves)
+    for wanted in [range(len(leaves)), *([number] for number in range(len(leaves)) if len(leaves) > 1)]:
+        given = [leaf.detach().requires_grad_(number in wanted) for number, leaf in enumerate(leaves)]
+        loss = loss_of(name, *given, reduction=reduction)
+        torch.testing.assert_close(loss, truth)
+        found = torch.autograd.grad(weighted(loss), [given[number] for number in wanted])
+        torch.testing.assert_close(found, tuple(expected[number] for number in wanted))
+
+
+@EVERY
+def test_nan_gives_nan(name):
+    """In info_nce to its row alone; all others see it."""
+    leaves = [leaf.detach() for leaf in leaves_of(name, 6, 2, 4)]
+    leaves[0][1, 2] = torch.nan
+    losses = loss_of(name, *leaves, reduction="none")
+    if name == "info_nce":
+        assert losses.isnan().nonzero().tolist() == [[1]]
+    elif name in ("nt_xent", "clip_loss"):
+        assert losses.isnan().all()
+    assert loss_of(name, *leaves).isnan()
+
+
+def test_a_single_pair_and_rows_that_are_alike():
+    one, other = randn(1, 3).requires_grad_(), randn(1, 3, seed=1)
+    for function in (info_nce, nt_xent):
+        loss = function(one, other, 0.1)
+        assert loss == 0
+        assert not torch.autograd.grad(loss, one)[0].any()
+        for same in (torch.ones(4, 3), torch.zeros(4, 3)):
+            log = torch.tensor(4.0 if function is info_nce else 7.0).log()
+            torch.testing.assert_close(function(same, same, 0.1), log)
+
+
+# ---- info_nce -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_that_are_formed_in_the_backward_pass_keep_the_inputs_alone(reduction):
+    query, key = randn(33, 65, seed=1).requires_grad_(), randn(40, 65, seed=2).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        loss = info_nce(query, key, 0.2, reduction, recompute=True)
+    if loss.grad_fn.name().startswith("Generated"):  # the compiled operator's
+        assert {x.data_ptr() for x in kept} == {query.data_ptr(), key.data_ptr()}
+
+
+def test_a_key_that_is_infinitely_far_from_all_queries_counts_nothing():
+    """Its logits are -inf. In lanes without a query they are 0 * -inf, and must not reach its gradient."""
+    query, key = randn(5, 4, seed=1).abs(), randn(7, 4, seed=2)
+    near = key[:6].clone().requires_grad_()
+    key[6, 0] = -torch.inf
+    loss, truth = info_nce(query, key.requires_grad_(), 0.5), info_nce(query, near, 0.5)
+    torch.testing.assert_close(loss, truth)
+    (gradient,), (of_near,) = torch.autograd.grad(loss, key), torch.autograd.grad(truth, near)
+    torch.testing.assert_close(gradient, torch.cat([of_near, torch.zeros(1, 4)]))
+
+
+@pytest.mark.parametrize(("batch", "keys", "more"), [(3, 4, 2), (40, 50, 0), (520, 300, 30)])
+def test_all_options_of_info_nce_together(batch, keys, more):
+    """Each alone: test_properties.py. A positive is never left out."""
+    leaves = [randn(count, 7, seed=count).requires_grad_() for count in (batch, keys, more)]
+    query, key, negatives = leaves
+    options, temperature = options_of(batch, keys + more), torch.tensor(0.6, dtype=FP64).requires_grad_()
+    options |= {"positives": options["positives"] % keys, "negatives": negatives, "reduction": "none"}
+    loss, truth = (function(query, key, temperature, **options) for function in (info_nce, info_nce_densely))
+    torch.testing.assert_close(loss, truth)
+    leaves.append(temperature)
+    of_loss, of_truth = (torch.autograd.grad(weighted(one), leaves) for one in (loss, truth))
+    torch.testing.assert_close(of_loss, of_truth)
+
+
+@pytest.mark.cpu_only(reason="on a GPU the positives are not looked at")
+def test_positives_out_of_range_are_named():
+    with pytest.raises(ValueError, match="positives must be from 0 to N - 1 = 2, got 0 to 3"):
+        info_nce(torch.ones(2, 3), torch.ones(3, 3), 1.0, positives=torch.tensor([0, 3]))
+
+
+# ---- small losses, and no positives -------------------------------------------------------------------------
+
+
+def test_a_small_clip_loss_is_not_rounded_to_the_size_of_the_logits():
+    image = torch.eye(16)
+    truth = math.log1p(15 * math.exp(-8))
+    assert clip_loss(image.clone().requires_grad_(), image, 8.0).item() == pytest.approx(truth, rel=1e-5)
+    assert clip_loss(image + 10, image, 8.0).item() == pytest.approx(truth, rel=1e-4)  # logits of 80 and 88
+
+
+@pytest.mark.parametrize("bias", [-20.0, 20.0])
+def test_small_terms_of_sigmoid_loss_keep_their_digits(bias):
+    """Terms of exp(-20) beside each other, in float32: neither 1 + exp(-20) nor its logarithm may be formed."""
+    rows = torch.zeros(40, 3)
+    truth = math.fsum([math.log1p(math.exp(-bias)), 39 * math.log1p(math.exp(bias))])
+    assert sigmoid_loss(rows, rows, 1.0, bias).item() == pytest.approx(truth, rel=1e-6)
+    assert sigmoid_loss(rows[:1], rows[:1], 1.0, 20.0).item() == pytest.approx(math.exp(-20), rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_without_positives_the_supervised_loss_and_its_gradient_are_0(rows):
+    features = randn(rows, 4).requires_grad_()
+    loss = supervised_contrastive_loss(features, torch.arange(rows), 0.5)
+    assert loss == 0
+    assert not torch.autograd.grad(loss, features)[0].any()
+
+
+# ---- the sums that losses share -----------------------------------------------------------------------------
+
+
+def options_of(queries, keys):
+    generator = torch.Generator().manual_seed(0)
+    labels = tuple(torch.randint(0, 4, (count,), generator=generator) for count in (queries, keys))
+    positives = torch.randint(0, keys, (queries,), generator=generator)
+    return {"positives": positives, "labels": labels, "excluded": torch.rand(queries, keys, generator=generator) < 0.3}
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 9), (600, 700)])
+def test_logsumexp_of_what_is_not_left_out(queries, keys):
+    query, key, options = randn(queries, 7, seed=1), randn(keys, 7, seed=2), options_of(queries, keys)
+    numbers, positives = torch.arange(queries), options["positives"]
+    logits = query @ key.T
+    left_out = options["excluded"] | (options["labels"][0][:, None] == options["labels"][1])
+    left_out[numbers, positives] = False
+    remaining = logits.masked_fill(left_out, -torch.inf)
+    results = similarity_logsumexp(query, key, **options, columns=True)
+    torch.testing.assert_close(results, (remaining.logsumexp(1), remaining.logsumexp(0), logits[numbers, positives]))
+    plain = similarity_logsumexp(query, key)
+    assert plain[1:] == (None, None)
+    torch.testing.assert_close(plain[0], logits.logsumexp(1))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_where_all_pairs_are_left_out_the_result_is_minus_infinity_and_the_gradient_0(columns):
+    query, key = randn(3, 4, seed=1).requires_grad_(), randn(5, 4, seed=2).requires_grad_()
+    excluded = torch.zeros(3, 5, dtype=torch.bool)
+    excluded[1], excluded[:, 2] = True, True
+    of_rows, of_columns, _ = similarity_logsumexp(query, key, excluded=excluded, columns=True)
+    assert of_rows[1] == of_columns[2] == -torch.inf
+    chosen = {"columns": of_columns} if columns else {"rows": of_rows}
+    weights = {f"{name[:-1]}_weights": torch.ones_like(one) for name, one in chosen.items()}
+    of_query, of_key = similarity_gradients(query, key, excluded=excluded, **chosen, **weights)
+    assert not of_query[1].any()
+    assert not of_key[2].any()
+    assert of_query.isfinite().all()
+
+
+def test_positives_have_a_weight_of_their_own():
+    query, key, positives = randn(6, 3, seed=1), randn(4, 3, seed=2), torch.tensor([0, 3, 3, 1, 2, 0])
+    weights = torch.linspace(-1, 1, 6, dtype=FP64)
+    of_query, of_key = similarity_gradients(query, key, positives=positives, positive_weights=weights)
+    torch.testing.assert_close(of_query, weights[:, None] * key[positives])
+    torch.testing.assert_close(of_key, torch.zeros_like(key).index_add(0, positives, weights[:, None] * query))
