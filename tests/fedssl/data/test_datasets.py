@@ -80,13 +80,6 @@ def test_a_public_limit_does_not_change_the_training_images():
     assert torch.equal(limited.train_images, full.train_images)
 
 
-def test_image_size_resizes():
-    digits = load_dataset(DataOptions(image_size=16, train_limit=20), 0)
-    assert digits.train_images.shape == (20, 1, 16, 16)
-    assert digits.test_images.shape == (360, 1, 16, 16)
-    assert digits.train_images.dtype == torch.uint8
-
-
 def test_images_of_one_pixel_are_refused(tmp_path):
     arrays = good_arrays() | {"x_train": np.zeros((12, 1, 1), "u1"), "x_test": np.zeros((5, 1, 1), "u1")}
     path = save(tmp_path / "a.npz", **arrays)
