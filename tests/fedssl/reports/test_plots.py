@@ -5,20 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedssl.evaluation.metrics import format_values
 from fedssl.reports.plots import Bar, Card, draw_bars, draw_curves, draw_spectrum, draw_table_picture, method_styles
 
 
 def test_styles_of_many_methods_differ():
     styles = method_styles([str(i) for i in range(20)])
     assert len(set(styles.values())) == 20
-
-
-def test_values_are_formatted_by_metric():
-    assert format_values("knn", [50.0, 52.0]) == "51.0 ± 1.4"
-    assert format_values("knn", [50.04]) == "50.0"
-    assert format_values("cka", [0.9876]) == "0.988"
-    assert format_values("knn", []) == "-"
 
 
 def test_curves_show_the_mean_and_the_band_of_the_runs():

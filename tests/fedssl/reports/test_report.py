@@ -12,9 +12,8 @@ from jinja2 import UndefinedError
 from fedssl.errors import UserError
 from fedssl.reports.cost import format_bytes
 from fedssl.reports.page import render_page
-from fedssl.reports.report import build_report, write_report
+from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
-from fedssl.run_folder.record import read_run
 from fedssl.untrusted import quoted
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
@@ -115,15 +114,6 @@ def test_everything_is_escaped(tiny, tmp_path):
     assert page.table("method", "runs")[0][0] == HOSTILE
     assert [row[2] for row in page.table("method", "seed", "folder")] == [str(path)]
     assert any(HOSTILE in caption for caption in page.captions)
-
-
-def test_a_reason_without_collapse_analysis_is_escaped(tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(name=HOSTILE), rows_of([1.0], [4.0]))
-    page = tmp_path / "page.html"
-    page.write_text(build_report([read_run(tmp_path / "a")], {HOSTILE: HOSTILE}), encoding="utf-8")
-    parsed = Page(page)
-    assert "script" not in parsed.tags
-    assert f"{HOSTILE}: no collapse analysis: {HOSTILE}" in parsed.text
 
 
 def test_a_template_that_misses_a_value_is_an_error():

@@ -85,12 +85,6 @@ def test_operations_are_those_of_fedssl_cost(values):
     assert found.seconds > 0
 
 
-def test_leaving_the_products_out_changes_no_count():
-    federation = build_federation(parse_recipe(tiny_values(**ALIGNED)))
-    whole, without = (estimate(federation, without_products=flag) for flag in (False, True))
-    assert whole == without
-
-
 @pytest.mark.usefixtures("short_timings")
 def test_sampled_clients_and_dropout_count_on_average():
     recipe = parse_recipe(tiny_values(**AVERAGED))

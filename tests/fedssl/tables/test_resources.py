@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from fedssl.errors import UserError
-from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
 from fedssl.tables.resources import run_resource_table
 from fedssl.tables.table import load_table
@@ -117,9 +116,3 @@ def test_a_bad_table_is_refused(small_table, changes, message):
 def test_equal_steps_are_refused_where_passes_are_counted(small_table, tmp_path):
     with pytest.raises(UserError, match=r"row whole has training\.local_steps 4, .* use training\.local_epochs"):
         run_resource_table(load_table(small_table), tmp_path / "a", ["training.local_steps=4"])
-
-
-def test_data_can_be_given_in_place_of_the_recipes(tiny):
-    dataset = build_federation(tiny()).dataset
-    recipe = tiny(data={"name": "npz", "path": "nowhere.npz"})
-    assert build_federation(recipe, dataset).dataset is dataset
