@@ -15,7 +15,7 @@ from fedssl.objectives.base import Step
 from fedssl.regularizers.distance_to_global import DistanceToGlobal
 from fedssl.regularizers.proximal import Proximal
 from fedssl.regularizers.representation_alignment import RepresentationAlignment, model_contrast
-from tests.fedssl.models.test_stages import images, staged
+from tests.fedssl.models.test_model import images, staged
 from tests.fedssl.small_models import E1, E2, THREE, Scale, local_round
 
 IDENTITY, SWAPPED, TURNED = ([[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]], [[0.0, -1.0], [1.0, 0.0]])
