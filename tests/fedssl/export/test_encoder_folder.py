@@ -1,4 +1,4 @@
-"""An exported encoder gives the run's features in a process without fedssl, and in ONNX, TorchScript and torch.export."""
+"""Exports give the run's features in a process without fedssl, and as ONNX, TorchScript and torch.export files."""
 
 from __future__ import annotations
 
