@@ -44,9 +44,9 @@ def test_a_report_is_drawn_whatever_names_sites_and_recipes_chose(tiny, tmp_path
     assert len((paths[0] / "metrics.csv").read_text().split("\n")) == len(rows) + 2
 
 
-def test_a_site_that_invents_thousands_of_metrics_does_not_fill_the_page(tiny, tmp_path, monkeypatch):
+def test_a_site_that_invents_many_metrics_does_not_fill_the_page(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_MOST_CURVES", 3)
-    rows = [(number, "mean", f"m{i}", 1.0) for number in (1, 2) for i in range(1000)]
+    rows = [(number, "mean", f"m{i}", 1.0) for number in (1, 2) for i in range(100)]
     write_run(tmp_path / "a", tiny(), [*evaluated(0, "knn", [40.0]), *rows, *evaluated(2, "knn", [50.0])])
     page = write_report([tmp_path / "a"], collapse=False)
     assert len(charts(page)) == 3
