@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
 from fedssl.export import compiled_formats
-from fedssl.export.compiled_formats import FILES
+from fedssl.export.compiled_formats import FILES, MEAN, STD
 from fedssl.export.encoder_folder import export_encoder, read_encoder
 from fedssl.run_folder.directory import IMAGE_SHAPE, RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
@@ -192,6 +193,11 @@ def test_an_export_needs_no_data_and_tells_how_but_not_where_they_lie(tmp_path):
     recipe.write_text(recipe.read_text().replace("window: null", "window: [-100, 400]"))
     card = (export_encoder(run, tmp_path / "of_deep_pixels") / "README.md").read_text()
     assert "`data.window`: from -100 (0) to 400 (255)." in card
+
+
+def test_the_normalisation_is_that_of_the_training():
+    pixels = torch.arange(256, dtype=torch.uint8)
+    torch.testing.assert_close((pixels.float() / 255 - MEAN) / STD, normalize(pixels))
 
 
 def test_an_export_of_a_run_without_a_recorded_shape_is_read_and_a_damaged_one_refused(tmp_path):

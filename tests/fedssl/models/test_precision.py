@@ -138,6 +138,19 @@ def test_losses_and_terms_get_float32_from_networks_that_compute_in_less(name, n
     assert inner == [(torch.float32, False)]
 
 
+def test_images_have_their_channels_last_in_training_alone(noisy):
+    """The results are those of the usual layout but for rounding."""
+    model = build_federation(noisy()).new_model(0)
+    layouts: list[bool] = []
+    hook = lambda module, inputs, output: layouts.append(output.stride(1) == 1)  # noqa: E731
+    model.encoder.blocks[3].register_forward_hook(hook)  # type: ignore[union-attr,index]
+    images = torch.randn(4, 1, 8, 8)
+    with networks_compute_in(model, "float32"):
+        inside = model.eval().represent(images)
+    torch.testing.assert_close(inside, model.represent(images), rtol=1e-4, atol=1e-5)
+    assert layouts == [True, False]
+
+
 def test_a_failed_forward_pass_leaves_no_autocast(noisy):
     model = build_federation(noisy()).new_model(0)
     with pytest.raises(RuntimeError), networks_compute_in(model, "bfloat16"):
