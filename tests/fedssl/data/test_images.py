@@ -87,16 +87,14 @@ def test_labels_from_folders_hold_out_a_stratified_test_set(tmp_path):
 
 @pytest.mark.parametrize("name", ["images", "folder"])
 def test_labels_from_folders_with_train_and_test(tmp_path, name):
-    for number, file in enumerate(("train/bee/1.png", "train/bee/2.png", "train/ant/3.png", "train/cow/4.png")):
-        write_image(tmp_path / file, 10 * number)
-    for file in ("test/cow/5.png", "test/ant/6.png"):
-        write_image(tmp_path / file, 50)
+    for file in ("train/bee/1", "train/bee/2", "train/ant/3", "train/cow/4", "test/cow/5", "test/ant/6"):
+        write_image(tmp_path / f"{file}.png", 10 * int(file[-1]))
     options = of_classes(tmp_path, name)
     data = load_dataset(options, 0)
     assert data.train_images.shape == (4, 3, 8, 8)
     assert data.class_names == ("ant", "bee", "cow")
     assert data.train_labels.tolist() == [0, 1, 1, 2]
-    assert reds(data) == [20, 0, 10, 30]
+    assert reds(data) == [30, 10, 20, 40]
     assert data.test_labels.tolist() == [0, 2]  # numbered as in train/
     (tmp_path / "train" / "dog").mkdir()
     refused(r"train needs one folder of images a class, .*; without an image: dog", options)
@@ -106,10 +104,8 @@ def test_labels_from_folders_with_train_and_test(tmp_path, name):
 
 
 def test_gray_folders_have_one_channel(tmp_path):
-    for file in ("train/a/1.png", "test/a/1.png"):
+    for file in ("train/a/1.png", "test/a/1.png", "public/deep/1.PNG", "public/2.jpeg"):
         write_image(tmp_path / file, 50, "L")
-    for file in ("deep/1.PNG", "2.jpeg"):
-        write_image(tmp_path / "public" / file, 90, "L")
     (tmp_path / "public" / "notes.txt").write_text("not an image")
     options = DataOptions(name="folder", path=tmp_path, public_path=tmp_path / "public")
     folder = load_dataset(options, 0)

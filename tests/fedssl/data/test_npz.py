@@ -73,19 +73,14 @@ def test_masks_of_0_and_1(tmp_path, caplog):
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", ">f4", "i8"])
 def test_pixel_types(tmp_path, dtype):
+    """Dark test images have the scale of the training images: ones beside floats up to 255 are nearly black."""
     arrays = good_arrays()
     wanted = load_npz(save(tmp_path / "a.npz", **arrays))
     for scale in (1, 255) if dtype != "i8" else (1,):
         scaled = {key: (array / scale).astype(dtype) if key[0] == "x" else array for key, array in arrays.items()}
         assert torch.equal(load_npz(save(tmp_path / "b.npz", **scaled)).train_images, wanted.train_images)
-
-
-def test_dark_test_floats_have_the_training_scale(tmp_path):
-    """Floats of 0 and 1 beside floats up to 255 are nearly black, not white."""
-    arrays = good_arrays()
-    arrays["x_train"] = arrays["x_train"].astype(np.float32)
-    arrays["x_test"] = np.ones((5, 6, 8, 3), np.float32)
-    assert load_npz(save(tmp_path / "a.npz", **arrays)).test_images.unique().tolist() == [1]
+    dark = arrays | {"x_train": arrays["x_train"].astype(dtype), "x_test": np.ones((5, 6, 8, 3), dtype)}
+    assert load_npz(save(tmp_path / "c.npz", **dark)).test_images.unique().tolist() == [1]
 
 
 def test_class_names_are_escaped_where_they_are_no_text_and_composed(tmp_path):
@@ -104,7 +99,6 @@ def spoiled_pixels(value: float, count: int) -> np.ndarray:
     ("change", "says"),
     [
         ({"x_test": spoiled_pixels(np.nan, 4)}, r"x_test in .* 4 pixels that are NaN or infinite"),
-        ({"x_test": spoiled_pixels(-np.inf, 1)}, r"x_test in .* 1 pixels that are NaN"),
         ({"x_test": spoiled_pixels(-0.5, 1)}, r"x_test in .* from -0\.5 to 0"),
         ({"x_test": spoiled_pixels(256, 1)}, r"from 0 to 256"),
         ({"x_train": random_pixels(11, 6, 8, 3)}, r"x_train has 11 images but y_train has 12 labels"),
@@ -120,12 +114,9 @@ def spoiled_pixels(value: float, count: int) -> np.ndarray:
         ({"y_test": np.array([0, 1, 2, "a", None], dtype=object)}, r"y_test is an object array"),
         ({"x_train": np.array(["a"] * 12)}, r"x_train in .* type <U1"),
         ({"x_train": random_pixels(12, 48)}, r"x_train in .* shape \[12, 48\]"),
-        ({"x_train": random_pixels(12)}, r"x_train in .* has shape \[12\]; expected \[n, H, W\]"),
-        ({"x_train": np.array(3)}, r"x_train in .* has shape \[\]; expected \[n, H, W\]"),
         ({"x_test": np.array(3)}, r"x_test in .* has shape \[\]; expected \[n, H, W\]"),
         ({"x_train": random_pixels(12, 6, 8, 4)}, r"shape \[12, 6, 8, 4\].* 1 or 3 channels"),
         ({"x_test": random_pixels(5, 8, 8, 3)}, r"training images are 3x6x8 but test images are 3x8x8"),
-        ({"x_test": random_pixels(5, 6, 8)}, r"training images are 3x6x8 but test images are 1x6x8"),
         ({"class_names": np.array(["cat", "dog"])}, r"class_names has shape \[2\] but the labels reach 2"),
     ],
 )
@@ -225,7 +216,7 @@ def test_headers_that_lie(tmp_path, content, says):
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_damaged_compression(tmp_path, kind):
+def test_damaged_and_unknown_compression(tmp_path, kind):
     path = write_npz(tmp_path / "a.npz", kind)
     load_dataset(of(path), 0)
     with zipfile.ZipFile(path) as archive:
@@ -237,10 +228,7 @@ def test_damaged_compression(tmp_path, kind):
         damaged[begin + offset : begin + offset + 3] = b"\xff\x00\xff"
         path.write_bytes(damaged)
         refused(r"x_train is corrupt", of(path))
-
-
-def test_an_unknown_compression_is_refused(tmp_path):
-    path = write_npz(tmp_path / "a.npz")
+    write_npz(path)
     damaged = bytearray(path.read_bytes())
     local, central = damaged.index(b"PK\x03\x04") + 8, damaged.index(b"PK\x01\x02") + 10
     damaged[local : local + 2] = damaged[central : central + 2] = b"\x63\x00"

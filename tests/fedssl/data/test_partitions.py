@@ -11,7 +11,6 @@ from torch import Tensor
 from fedssl.data.partitions import PartitionOptions, class_counts, format_partition, partition_indices
 from fedssl.errors import UserError
 from fedssl.reports.plots import draw_partition, write_figure
-from tests.fedssl.data.data_files import full_disk
 
 
 def balanced_labels(classes: int, each: int) -> Tensor:
@@ -59,8 +58,8 @@ def test_exact_cover_or_user_error(labels, name, clients, classes_per_client, al
 @pytest.mark.parametrize("name", ["iid", "disjoint_classes", "dirichlet", "quantity_skew"])
 def test_the_seed_decides(name):
     labels, options = balanced_labels(10, 30), PartitionOptions(name=name)
-    first, other = (partition_indices(labels, options, seed)[0] for seed in (0, 1))
-    assert first.tolist() != other.tolist()
+    first, other = (partition_indices(labels, options, seed)[0].tolist() for seed in (0, 1))
+    assert first != other
 
 
 def test_iid_shares_are_equal_and_mixed():
@@ -87,12 +86,6 @@ def test_shared_classes_are_divided_evenly():
     assert ((counts > 0).sum(1) == 4).all()
     assert set((counts > 0).sum(0).tolist()) == {2, 3}
     assert set(counts.unique().tolist()) == {0, 10, 15}
-
-
-def test_class_numbers_need_not_be_consecutive():
-    labels = torch.tensor([3, 3, 9, 9, 3, 9])
-    parts = partition_indices(labels, PartitionOptions(clients=2), 0)
-    assert sorted(part.tolist() for part in parts) == [[0, 1, 4], [2, 3, 5]]
 
 
 def test_dirichlet_alpha_sets_the_evenness():
@@ -165,16 +158,12 @@ def test_impossible_requests(labels, options, says):
     assert "\n" not in str(caught.value)
 
 
-def test_labels_must_be_integers():
+def test_labels_must_be_integers_and_counts_fit_the_names():
     with pytest.raises(TypeError, match="float32"):
         partition_indices(torch.rand(10), PartitionOptions(), 0)
-
-
-def test_class_counts():
-    labels = torch.tensor([0, 2, 2, 1])
-    counts = class_counts(labels, [torch.tensor([0, 1, 2]), torch.tensor([3])], 4)
-    assert counts.dtype == torch.int64
-    assert counts.tolist() == [[1, 0, 2, 0], [0, 1, 0, 0]]
+    for show in (format_partition, draw_partition):
+        with pytest.raises(ValueError, match="3 classes"):
+            show(torch.ones(2, 2, dtype=torch.int64), ["a", "b", "c"])
 
 
 def test_table_of_few_classes():
@@ -214,21 +203,13 @@ def test_chart_draws_every_sample(clients, classes):
     assert len(colours) == classes
 
 
-def test_counts_must_fit_the_names():
-    for show in (format_partition, draw_partition):
-        with pytest.raises(ValueError, match="3 classes"):
-            show(torch.ones(2, 2, dtype=torch.int64), ["a", "b", "c"])
-
-
-def test_a_chart_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+def test_a_chart_is_written_in_the_form_that_its_name_says(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it now fails: it would open windows
     figure = draw_partition(torch.ones(2, 2, dtype=torch.int64), ("a", "b"))
     write_figure(tmp_path / "chart.svg", figure)
+    write_figure(tmp_path / "chart", figure)
     assert b"<svg" in (tmp_path / "chart.svg").read_bytes()
+    assert (tmp_path / "chart").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match=r"chart\.xyz: no image can be written as \.xyz; expected one of .*png"):
         write_figure(tmp_path / "chart.xyz", figure)
-    with pytest.raises(UserError, match=r"nowhere/chart\.png cannot be written: No such file"):
-        write_figure(tmp_path / "nowhere" / "chart.png", figure)
-    with full_disk(1000), pytest.raises(UserError, match=r"no space left to write .*full\.png"):
-        write_figure(tmp_path / "full.png", figure)
-    assert [file.name for file in tmp_path.iterdir()] == ["chart.svg"]
+    assert {file.name for file in tmp_path.iterdir()} == {"chart.svg", "chart"}

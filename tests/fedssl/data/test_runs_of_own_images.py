@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.cli import main
 from fedssl.engines import in_process
-from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.reports.evaluation import evaluate_run
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
+from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.data_files import good_arrays, random_pixels, save
 from tests.fedssl.data.image_samples import write_two_classes
+from tests.fedssl.killed_runs import contents, killed_and_resumed
 
 IID = {"name": "iid", "clients": 3}
 MEASURES = {"effective_rank", "alignment", "uniformity"}
@@ -40,20 +40,14 @@ def test_what_is_measured(folder, tiny, tmp_path, labels, measured, changes):
     assert metrics & {"knn", "linear", *MEASURES} == measured
 
 
-def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, monkeypatch, capsys):
-    recipe = tmp_path / "recipe.yaml"
+def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):  # noqa: F811
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(tiny(**AVERAGED, data=data_of(folder), partition=IID, rounds=1).to_yaml())
-    run = tmp_path / "run"
-    shown = []
-    for words in (["run", str(recipe), "--output", str(run)], ["partition", str(recipe)]):
-        monkeypatch.setattr("sys.argv", ["fedssl", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code in (0, None)
-        shown.append(capsys.readouterr().out)
-    assert "effective rank  alignment  uniformity" in shown[0]
-    assert "kNN" not in shown[0]
-    assert shown[1].splitlines()[0].split() == ["client", "images", "total"]
+    code, out, err = fedssl("run", str(recipe), "--output", str(run))
+    assert code == 0, err
+    assert "effective rank  alignment  uniformity" in out
+    assert "kNN" not in out
+    assert fedssl("partition", str(recipe))[1].splitlines()[0].split() == ["client", "images", "total"]
     assert (list(read_run(run).class_names), read_run(run).class_counts) == (["images"], [[20], [20], [20]])
     page = write_report([run]).read_text()
     assert "the images have no class each, so no accuracy can be measured" in page
@@ -61,16 +55,6 @@ def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, monkeypatc
     assert evaluate_run(run).read_text().splitlines()[0] == "client,effective_rank,alignment,uniformity"
     with pytest.raises(UserError, match="semi-supervised evaluation needs labels"):
         evaluate_run(run, [0.1])
-
-
-class Stopped(BaseException):
-    """Stands for SIGKILL."""
-
-
-class StopsInRoundTwo(Observer):
-    def client_began(self, round_number, index, position, clients):
-        if (round_number, position) == (2, 1):
-            raise Stopped
 
 
 @pytest.mark.parametrize(("method", "labels"), [("hetero_ssfl", None), ("lw_fedssl", "folders")])
@@ -86,17 +70,9 @@ def test_in_memory_and_stopped_and_resumed_from_a_file_a_run_is_the_same_bit_for
         for limit in (None, 0)
     }
     in_process.run(recipes[None], tmp_path / "memory")
-    with pytest.raises(Stopped):
-        in_process.run(recipes[0], tmp_path / "file", StopsInRoundTwo())
-    in_process.resume(tmp_path / "file")
-    assert results_of(tmp_path / "memory") == results_of(tmp_path / "file")
-
-
-def results_of(run: Path) -> dict[str, bytes]:
-    """The metrics, and the states of the server and the clients."""
-    states = sorted((run / "checkpoints").glob("*.safetensors"))
-    assert states
-    return {path.name: path.read_bytes() for path in (run / "metrics.csv", *states)}
+    found = contents(tmp_path / "memory")
+    assert len(found) > 1
+    assert contents(killed_and_resumed(recipes[0], tmp_path / "file")) == found
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from PIL import Image
 from fedssl.errors import UserError
 from fedssl.export.embed import embed_images, in_channels
 from fedssl.export.encoder_folder import export_encoder
+from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
 
 
@@ -33,17 +34,12 @@ def embedded(exported, tmp_path):
     return embed
 
 
-def save(path, pixels):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
-
-
 def test_a_nested_folder_gives_the_runs_features_by_file(exported, embedded, tmp_path):
     _, run, federation = exported
     pixels = federation.dataset.test_images[:5]
     names = ["a/2.png", "a/10.png", "b/c/1.png", "0.png", "z.PNG"]
     for name, image in zip(names, pixels, strict=True):
-        save(tmp_path / "images" / name, image[0].numpy())
+        save_array(tmp_path / "images" / name, image[0].numpy())
     (tmp_path / "images" / "notes.txt").write_text("no image")
     expected = features_of_run(run, federation, pixels)
     for size in (2, 256):
@@ -67,8 +63,8 @@ def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, embed
     _, run, federation = exported
     grey = federation.dataset.test_images[:1]
     large = grey[0, 0].repeat_interleave(4, dim=0).repeat_interleave(4, dim=1).numpy()
-    save(tmp_path / "images" / "tall.png", np.asarray(Image.fromarray(large).resize((32, 64))))
-    save(tmp_path / "images" / "colour.png", np.stack([large] * 3, axis=2))
+    save_array(tmp_path / "images" / "tall.png", np.asarray(Image.fromarray(large).resize((32, 64))))
+    save_array(tmp_path / "images" / "colour.png", np.stack([large] * 3, axis=2))
     features, files, _ = embedded(tmp_path / "images")
     assert files == ["colour.png", "tall.png"]
     assert torch.cosine_similarity(features[:1], features_of_run(run, federation, grey)) > 0.9
@@ -78,7 +74,7 @@ def test_deep_pixels_are_read_through_the_window_that_is_given(exported, embedde
     _, run, federation = exported
     pixels = federation.dataset.test_images[:2]
     for number, image in enumerate(pixels):
-        save(tmp_path / "deep" / f"{number}.png", image[0].numpy().astype("u2") * 257)
+        save_array(tmp_path / "deep" / f"{number}.png", image[0].numpy().astype("u2") * 257)
     with pytest.raises(UserError, match=r"0\.png has pixels of more than 8 bits, .*: give --window LOW,HIGH"):
         embedded(tmp_path / "deep")
     features, *_ = embedded(tmp_path / "deep", window=(0, 65535))
@@ -95,7 +91,7 @@ def test_grey_is_repeated_and_colour_becomes_its_luma():
 def test_broken_files_are_all_named_and_refused_or_left_out(embedded, tmp_path):
     folder = tmp_path / "images"
     for name in ("1.png", "2.png", "3.png"):
-        save(folder / name, np.zeros((8, 8), np.uint8))
+        save_array(folder / name, np.zeros((8, 8), np.uint8))
     (folder / "2.png").write_bytes(b"not an image")
     (folder / "empty.jpg").write_bytes(b"")
     says = r"2 of 4 files cannot be read: \S*2\.png \(.*\), \S*empty\.jpg \([^)]*\); repair .*--skip-broken"

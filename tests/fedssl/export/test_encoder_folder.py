@@ -1,4 +1,4 @@
-"""An exported encoder gives the run's own features in a process that has torch and timm but not fedssl."""
+"""Exports give the run's features in a process without fedssl, and as ONNX, TorchScript and torch.export files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
-from fedssl.export.compiled_formats import MEAN, STD
+from fedssl.export import compiled_formats
+from fedssl.export.compiled_formats import FILES, MEAN, STD
 from fedssl.export.encoder_folder import export_encoder, read_encoder
 from fedssl.run_folder.directory import IMAGE_SHAPE, RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
@@ -194,21 +195,16 @@ def test_an_export_needs_no_data_and_tells_how_but_not_where_they_lie(tmp_path):
     assert "`data.window`: from -100 (0) to 400 (255)." in card
 
 
-def test_a_run_without_a_recorded_shape_is_exported_from_its_data(tmp_path):
-    run, _ = finished_run(tmp_path, channels=3, side=10)
-    (run / IMAGE_SHAPE).unlink()
-    config = json.loads((export_encoder(run, tmp_path / "encoder") / "config.json").read_text())
-    assert config["fedssl"]["image_shape"] == [3, 10, 10]
-
-
 def test_the_normalisation_is_that_of_the_training():
     pixels = torch.arange(256, dtype=torch.uint8)
     torch.testing.assert_close((pixels.float() / 255 - MEAN) / STD, normalize(pixels))
 
 
-def test_a_damaged_export_is_refused(tmp_path):
-    run, _ = finished_run(tmp_path)
+def test_an_export_of_a_run_without_a_recorded_shape_is_read_and_a_damaged_one_refused(tmp_path):
+    run, _ = finished_run(tmp_path, channels=3, side=10)
+    (run / IMAGE_SHAPE).unlink()  # as in runs of earlier versions: it is read from the data
     folder = export_encoder(run, tmp_path / "encoder")
+    assert read_encoder(folder).image_shape == (3, 10, 10)
     weights = load_file(folder / "model.safetensors")
     del weights["blocks.0.weight"]
     save_file(weights, folder / "model.safetensors")
@@ -231,3 +227,45 @@ def test_a_damaged_export_is_refused(tmp_path):
             read_encoder(folder)
     with pytest.raises(UserError, match="is not an exported encoder"):
         read_encoder(tmp_path)
+
+
+# Files for other runtimes: they take pixels between 0 and 1
+
+
+def run_file(path, pixels):
+    if path.suffix == ".onnx":
+        session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+        return torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
+    with torch.no_grad():
+        return torch.export.load(str(path)).module()(pixels) if path.suffix == ".pt2" else torch.jit.load(path)(pixels)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "side"),
+    [("small_convnet", 8), ("small_vit", 8), pytest.param("small_resnet10", 8, marks=pytest.mark.nightly)],
+)
+def test_every_format_gives_the_features_for_any_number_of_images(tmp_path, architecture, side):
+    pytest.importorskip("onnxscript")
+    run, federation = finished_run(tmp_path, side=side, architectures=[architecture])
+    folder = export_encoder(run, tmp_path / "encoder", formats=list(FILES))
+    for count in (1, 7):
+        images = federation.dataset.test_images[:count]
+        expected = features_of_run(run, federation, images)
+        for file in FILES.values():
+            features = run_file(folder / file, images.float() / 255)
+            torch.testing.assert_close(features, expected, rtol=0, atol=1e-4)
+
+
+def test_a_file_with_other_features_and_a_missing_package_leave_nothing(tmp_path, monkeypatch):
+    run, _ = finished_run(tmp_path)
+    write = compiled_formats._write_torchscript
+    monkeypatch.setattr(compiled_formats, "_write_torchscript", lambda *arguments: write(*arguments) + 0.01)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    for name, says in {
+        "torchscript": r"encoder.torchscript.pt gives other features than the encoder",
+        "onnx": r"--onnx needs the packages onnx and onnxscript.*fedssl\[export\]",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            export_encoder(run, tmp_path / "encoder", formats=[name])
+        assert not (tmp_path / "encoder").exists()
+        assert not list(tmp_path.glob(".encoder*"))

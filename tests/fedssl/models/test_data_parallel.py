@@ -20,7 +20,6 @@ from fedssl.models import data_parallel
 from fedssl.models.data_parallel import Share, StatisticsOfWholeBatch
 from fedssl.models.model import untouched_running_statistics
 from fedssl.objectives.base import Step
-from fedssl.parts import part_class, part_names
 from fedssl.recipe.recipe import Recipe
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.regularizers.representation_alignment import STAGE
@@ -247,13 +246,6 @@ def test_a_round_is_that_of_one_process(name, recipe_of, two_ranks):
     for metric in metrics.keys() - {"memory"}:
         assert one[1][metric] == pytest.approx(metrics[metric], rel=1e-6), metric
     assert one[1]["memory"] < metrics["memory"]
-
-
-def test_every_part_that_says_that_it_can_be_shared_is_in_a_round_above():
-    objectives = {values["objective"]["name"] for values in ROUNDS.values()}
-    terms = {term["name"] for values in ROUNDS.values() for term in values.get("regularizers", [])}
-    for folder, tested in (("objectives", objectives), ("regularizers", terms)):
-        assert {name for name in part_names(folder) if part_class(folder, name).is_data_parallel()} == tested
 
 
 def test_networks_that_compute_in_bfloat16(recipe_of, two_ranks):

@@ -211,13 +211,9 @@ def test_an_error_of_the_second_view_is_raised_and_nothing_is_left_changed(noisy
     with pytest.raises(RuntimeError, match="5 channels"), model.views_at_a_time():
         model.outputs_of_views((view, torch.randn(8, 5, 8, 8)))
     assert model.view_threads is None
-
-
-def test_a_copy_of_a_model_that_trains_has_no_threads(noisy, two_threads):
-    model, _ = model_and_views(noisy)
     with model.views_at_a_time() as threads:
         assert threads is not None
-        assert copy.deepcopy(model).view_threads is None
+        assert copy.deepcopy(model).view_threads is None  # a copy of a model that trains has none
 
 
 def _random(model: Model) -> None:

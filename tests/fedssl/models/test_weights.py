@@ -96,21 +96,15 @@ class Evil:
         return print, ("code was run",)
 
 
-def test_code_in_a_file_is_never_run(tmp_path, capsys):
-    with open(tmp_path / "evil.pt", "wb") as file:
-        pickle.dump({"weight": Evil()}, file)
+def test_what_is_no_weights_is_refused_and_code_in_a_file_never_run(tmp_path, capsys):
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps({"weight": Evil()}))
     torch.save({"weight": Evil()}, tmp_path / "evil2.pt")
-    for name in ("evil.pt", "evil2.pt"):
-        with pytest.raises(UserError, match=r"evil2?\.pt cannot be read as weights"):
-            read(tmp_path / name)
-    assert "code was run" not in capsys.readouterr().out
-
-
-def test_what_is_no_weights_is_refused(tmp_path):
     (tmp_path / "noise.safetensors").write_bytes(b"noise")
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     torch.save({"epoch": 3}, tmp_path / "numbers.pt")
     for name, says in {
+        "evil.pt": r"evil\.pt cannot be read as weights",
+        "evil2.pt": r"evil2\.pt cannot be read as weights",
         "noise.safetensors": r"noise\.safetensors cannot be read as weights",
         "list.pt": r"list\.pt",
         "numbers.pt": "holds no weights; expected a mapping from names to tensors",
@@ -118,6 +112,7 @@ def test_what_is_no_weights_is_refused(tmp_path):
     }.items():
         with pytest.raises(UserError, match=says):
             read(tmp_path / name)
+    assert "code was run" not in capsys.readouterr().out
 
 
 def test_a_runs_folder_and_its_checkpoints_are_answered_with_export(noisy, finished):
@@ -151,7 +146,7 @@ def test_timms_names(monkeypatch):
 # What fits
 
 
-def test_misfits_are_named_with_both_shapes():
+def test_misfits_are_named_with_both_shapes_and_a_long_list_is_cut():
     state = drawn("small_convnet").state_dict()
     state["blocks.3.weight"] = torch.zeros(1, 2, 3, 3)
     del state["blocks.4.bias"]
@@ -160,15 +155,10 @@ def test_misfits_are_named_with_both_shapes():
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     with pytest.raises(UserError) as caught:
         load_weights(encoder, state, "small_convnet", "mine.pt")
-    assert str(caught.value) == (
-        "model.weights: mine.pt does not fit small_convnet: blocks.3.weight has the shape [1, 2, 3, 3], expected "
-        "[64, 32, 3, 3]; missing: blocks.4.bias; in no layer of the encoder: extra"
-    )
+    shapes = "blocks.3.weight has the shape [1, 2, 3, 3], expected [64, 32, 3, 3]"
+    assert f"{shapes}; missing: blocks.4.bias; in no layer of the encoder: extra" in str(caught.value)
     assert same(encoder.state_dict(), before)
-
-
-def test_a_long_list_of_misfits_is_cut_and_another_stem_is_one():
-    with pytest.raises(UserError, match=r"missing: .* and 19 more; in no layer of the encoder: fc"):
+    with pytest.raises(UserError, match=r"missing: (\S+, ){5}and 19 more; in no layer of the encoder: fc"):
         load_weights(build_encoder("small_convnet", 1, 8), {"fc": torch.zeros(1)}, "small_convnet", "mine.pt")
     large, small = build_encoder("resnet18", 3, 96), build_encoder("resnet18", 3, 32)
     with pytest.raises(UserError, match=r"conv1.weight has the shape \[64, 3, 3, 3\], expected \[64, 3, 7, 7\]"):

@@ -103,19 +103,6 @@ def test_a_rate_at_which_a_few_images_diverge_is_counted_as_any_other():
     assert counted[0] == counted[1]
 
 
-def test_layer_wise_takes_less_and_the_target_network_passes_frozen_layers_with_the_online_one():
-    whole, layered = (
-        estimate(build_federation(parse_recipe(tiny_values(**(AVERAGED | {"rounds": 8} | changes | TRANSFORMER)))))
-        for changes in ({}, LAYER_WISE)
-    )
-    assert totals(layered)["bytes_up"] < totals(whole)["bytes_up"] / 2
-    assert totals(layered)["flops"] < totals(whole)["flops"] / 2
-    first, last = layered[0].step[0], layered[-1].step[0]
-    assert last.parameters == whole[0].step[0].parameters
-    assert last.gradients < whole[0].step[0].gradients
-    assert first.flops != last.flops
-
-
 def test_the_command_prints_stages_and_writes_rounds(fedssl):
     Path("r.yaml").write_text(parse_recipe(tiny_values(**LAYER_WISE)).to_yaml())
     code, out, err = fedssl("cost", "r.yaml", "seed=1", "--rounds", "rounds.csv")

@@ -7,14 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from jinja2 import UndefinedError
 
 from fedssl.errors import UserError
+from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import format_bytes
-from fedssl.reports.page import render_page
-from fedssl.reports.report import build_report, write_report
+from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
-from fedssl.run_folder.record import read_run
 from fedssl.untrusted import quoted
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
@@ -28,6 +26,11 @@ def rows_of(knn_before: list[float], knn_after: list[float], rounds: int = 2) ->
             rows += [(number, str(k), "bytes_down", 1000.0), (number, str(k), "bytes_up", 250.0)]
         rows += evaluated(number, "loss", [1.0 / number] * len(knn_before))
     return rows + evaluated(rounds, "knn", knn_after) + evaluated(rounds, "linear", [30.0] * len(knn_before))
+
+
+def written(folder: Path, **recipes: Recipe) -> list[Path]:
+    """A finished run of each recipe with the same figures, in a folder of its name."""
+    return [write_run(folder / name, recipe, rows_of([1.0], [2.0])).path for name, recipe in recipes.items()]
 
 
 def test_the_table_has_clients_means_and_spread_over_seeds(tiny, tmp_path):
@@ -50,15 +53,13 @@ def test_the_table_has_clients_means_and_spread_over_seeds(tiny, tmp_path):
     ]
 
 
-def test_a_global_model_has_one_row_and_one_run_has_no_spread(tiny, tmp_path):
+def test_a_global_model_has_one_row_and_architectures_repeat_over_the_clients(tiny, tmp_path):
+    """One run has no spread; what its clients sent and received is summed."""
     rows = [(0, "global", "knn", 40.0), (1, "0", "loss", 3.0), (1, "mean", "loss", 3.0), (2, "global", "knn", 55.55)]
-    write_run(tmp_path / "a", tiny(name="fedbyol"), rows)
-    page = Page(write_report([tmp_path / "a"]))
+    write_run(tmp_path / "g", tiny(name="fedbyol"), rows)
+    page = Page(write_report([tmp_path / "g"]))
     assert page.table("method", "model of") == [["fedbyol", "global model", "small_convnet", "40.0 → 55.5"]]
-    assert (tmp_path / "a" / "report.html").is_file()
-
-
-def test_architectures_repeat_over_the_clients_and_traffic_is_summed(tiny, tmp_path):
+    assert (tmp_path / "g" / "report.html").is_file()
     write_run(tmp_path / "a", tiny(**ALIGNED), rows_of([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]))
     page = Page(write_report([tmp_path / "a"]))
     architectures = [row[2] for row in page.table("method", "model of")]
@@ -117,20 +118,6 @@ def test_everything_is_escaped(tiny, tmp_path):
     assert any(HOSTILE in caption for caption in page.captions)
 
 
-def test_a_reason_without_collapse_analysis_is_escaped(tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(name=HOSTILE), rows_of([1.0], [4.0]))
-    page = tmp_path / "page.html"
-    page.write_text(build_report([read_run(tmp_path / "a")], {HOSTILE: HOSTILE}), encoding="utf-8")
-    parsed = Page(page)
-    assert "script" not in parsed.tags
-    assert f"{HOSTILE}: no collapse analysis: {HOSTILE}" in parsed.text
-
-
-def test_a_template_that_misses_a_value_is_an_error():
-    with pytest.raises(UndefinedError, match="'title' is undefined"):
-        render_page("table.html")
-
-
 def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
     write_run(tmp_path / "done", tiny(name="ours", seed=0), rows_of([40.0], [50.0]))
     write_run(tmp_path / "half", tiny(name="ours", seed=1), rows_of([44.0], [99.0], rounds=1))
@@ -144,30 +131,23 @@ def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
     assert page.table("method", "finished runs")[0][2] == "42.0 ± 2.8 → 50.0"
 
 
-def test_runs_that_differ_in_more_than_their_seed_are_told(tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(), rows_of([1.0], [2.0]))
-    write_run(tmp_path / "b", tiny(training={"batch_size": 16}), rows_of([1.0], [2.0]))
-    write_run(tmp_path / "c", tiny(name="other"), rows_of([1.0], [2.0]))
-    page = Page(write_report([tmp_path / n for n in "abc"], tmp_path / "page.html"))
+def test_runs_that_differ_in_more_than_their_seed_are_told_and_what_methods_share_stands_once(tiny, tmp_path):
+    runs = written(tmp_path, a=tiny(), b=tiny(training={"batch_size": 16}), c=tiny(name="other"))
+    page = Page(write_report(runs, tmp_path / "page.html"))
     assert "tiny: these runs have one name but differ in training.batch_size" in page.text
     assert "tiny: several runs have the same seed" in page.text
     assert "other:" not in page.text
-    fair = Page(write_report([tmp_path / "a", tmp_path / "c"], tmp_path / "page.html"))
+    fair = Page(write_report(runs[1:], tmp_path / "page.html"))
     assert "differ in" not in fair.text
     assert "same seed" not in fair.text
-
-
-def test_settings_that_methods_share_stand_once(tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(name="a"), rows_of([1.0], [2.0]))
-    write_run(tmp_path / "b", tiny(name="b", training={"batch_size": 16}), rows_of([1.0], [2.0]))
-    settings = Page(write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")).table("setting")
+    # settings that methods share stand once
+    settings = fair.table("setting")
     assert ["rounds", "all", "2"] in settings
-    assert [row[1] for row in settings if "batch_size=" in row[2]] == ["a", "b"]
+    assert [row[1] for row in settings if "batch_size=" in row[2]] == ["tiny", "other"]
 
 
 def test_several_runs_are_reported_where_one_stands_and_one_folder_given_twice_counts_once(tiny, tmp_path, monkeypatch):
-    write_run(tmp_path / "a", tiny(), rows_of([1.0], [2.0]))
-    write_run(tmp_path / "b", tiny(seed=1), rows_of([1.0], [2.0]))
+    written(tmp_path, a=tiny(), b=tiny(seed=1))
     monkeypatch.chdir(tmp_path)
     path = write_report([Path("a"), tmp_path / "a" / ".." / "a", Path("b")])
     assert path.resolve() == tmp_path / "report.html"
@@ -177,11 +157,9 @@ def test_several_runs_are_reported_where_one_stands_and_one_folder_given_twice_c
 def test_bad_input_is_told_in_one_line(tiny, tmp_path):
     (tmp_path / "empty").mkdir()
     write_run(tmp_path / "new", tiny(), [])
-    write_run(tmp_path / "bad", tiny(), rows_of([1.0], [2.0]))
+    written(tmp_path, bad=tiny(), torn=tiny(), good=tiny())
     (tmp_path / "bad" / "recipe.yaml").write_text("- 1\n")
-    write_run(tmp_path / "torn", tiny(), rows_of([1.0], [2.0]))
     (tmp_path / "torn" / "metrics.csv").write_text("round,client,metric,value\n1,0,knn,abc\n")
-    write_run(tmp_path / "good", tiny(), rows_of([1.0], [2.0]))
     for runs, output, message in [
         ([], None, "name at least one run"),
         ([tmp_path / "empty"], None, "holds no recipe.yaml"),
