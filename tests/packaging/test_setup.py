@@ -138,7 +138,12 @@ def test_an_isolated_build_uses_the_same_objects(built: BuildTree, tmp_path: Pat
     [
         ("sm_70 sm_80 sm_86 sm_89 sm_90", "", "sm_80 sm_86 sm_89 sm_90 compute_90", "sm_100 sm_120"),
         ("", "9.0", "sm_90 compute_90", "sm_80 sm_86 sm_89 sm_100 sm_120"),
-        ("", "90a 80", "sm_80 sm_90a compute_80", "sm_86 sm_89 sm_90 sm_100 sm_120"),  # PTX of 90a would run on that architecture alone
+        (
+            "",
+            "90a 80",
+            "sm_80 sm_90a compute_80",
+            "sm_86 sm_89 sm_90 sm_100 sm_120",
+        ),  # PTX of 90a would run on that architecture alone
         ("", "90a", "sm_90a", "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
         ("", "12.0 9.0;8.6", "sm_86 sm_90 sm_120 compute_120", "sm_80 sm_89 sm_100"),
     ],
