@@ -9,9 +9,6 @@ from tests.fedkernels.test_client_weights import assert_optimal, by_quadprog, gr
 LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory: the matrix lies there, or not
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
-
-
 def solve(bindings, grams, tol=1e-8, shared_limit=LARGE):
     return bindings.results(torch.ops.fedkernels.client_weights.default, grams, tol, shared_limit=shared_limit)
 

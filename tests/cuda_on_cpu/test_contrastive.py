@@ -22,8 +22,6 @@ FEW, MANY = (randn(37, 40, seed=1) / 6).to(BF16).double(), (randn(300, 40, seed=
 VIEW, NUMBERS = MANY[:37], torch.arange(300)
 MASK = NUMBERS[:37, None] % 7 == NUMBERS % 5
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
-
 
 @pytest.fixture(params=["one tile", "tiles of all keys", "tiles"])
 def tiles(request, monkeypatch):

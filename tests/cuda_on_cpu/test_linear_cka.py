@@ -12,8 +12,6 @@ CENTERED = pytest.mark.parametrize("centered", [False, True])
 BOTH, NEITHER = (True, True), (False, False)  # gradients
 TOLERANCE = {linear_cka: 2e-6, linear_cka_to_kernel: 5e-6}  # in float32
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
-
 
 def matrix(*shape, seed=0, dtype=FP64):
     generator = torch.Generator().manual_seed(seed)

@@ -17,10 +17,7 @@ from tests.fedkernels.test_cuda import randn
 
 OPERATORS = sorted({*native.COMPILED} - native.CPU_ONLY)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel"),
-    pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would"),
-]
+pytestmark = pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would")
 
 
 def gradient(function):

@@ -9,8 +9,6 @@ from fedkernels.reference.two_views import two_views
 KEY = ViewKey(seed=2**62 + 7, client=3, round=2**32 - 1, epoch=5)
 STRONG = ViewOptions(brightness=1.5, contrast=1.2, saturation=1.1, hue=0.5, blur_sigma=(0.05, 9.0), solarize=0.4)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
-
 
 def run(bindings, images, samples, options=STRONG, dtype=torch.float32, channels_last=False, **device):
     key, layout = (KEY.seed, KEY.client, KEY.round, KEY.epoch), (dtype == torch.bfloat16, channels_last)
