@@ -1,7 +1,5 @@
 """``python -m benchmarks.simulation``: the phases add up, and what cannot be timed is refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import dataclass
@@ -174,9 +172,7 @@ def test_the_command_writes_its_figures(tmp_path: Path) -> None:
     assert [row["status"] for row in training["rows"].values()] == ["ok", "not installed", "not installed"]
     text = (tmp_path / "simulation.md").read_text()
     assert text == simulation_tables.tables(results)
-    assert "1 threads" in text
     assert "`training.learning_rate=0.01`" in text
-    assert "| byol, small_convnet, batch 4 | fedssl |" in text
     assert "|  | lightly | - | - | - | **not installed** |" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["simulation.json", "simulation.md"]
 

@@ -1,7 +1,5 @@
 """What the pages tell to do works as it stands there, every question has its answer, every figure its source."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The site: its figures' numbers, computed again without the operators that made them, its notebooks, and a browser."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
