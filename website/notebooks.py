@@ -3,7 +3,7 @@
     python -m website.notebooks      # after a notebook has changed; needs the extra `docs`
 
 A page shows the outputs that are stored in the notebook. `make docs` runs nothing; the tests run every cell
-(tests/docs/test_notebooks.py).
+(tests/docs/test_site.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """``python -m benchmarks --device cuda`` as far as the CPU shows it, and the stages of ``benchmarks/on_gpu.sh``."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

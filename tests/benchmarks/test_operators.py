@@ -1,10 +1,15 @@
-"""``python -m benchmarks``: what it writes, what it leaves alone, and what becomes of a peer that cannot run."""
+"""``python -m benchmarks``, ``benchmarks.curves`` and ``benchmarks.peer_suites``: what they write, and peers."""
 
 from __future__ import annotations
 
+import csv
+import importlib
+import io
+import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +21,11 @@ import torch
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
 
 from benchmarks import __main__ as command
-from benchmarks import case, measure, resident_memory, write
+from benchmarks import case, curves, measure, peer_suites, resident_memory, write
 from benchmarks.case import Bar, Case, Floor, Implementation
 from benchmarks.measure import Settings
+from benchmarks.peer_suites import Peer
+from website import measured as page_parts
 
 pytestmark = pytest.mark.usefixtures("no_collections")
 SPEED_PAGE = write.SPEED_PAGE
@@ -95,7 +102,9 @@ def test_medians_ratios_and_bars() -> None:
     assert measured["bars"][2]["measured"] == "not installed"
 
 
-def test_a_run_writes_its_operators_and_the_page_between_its_marks(canned: Path, tmp_path: Path) -> None:
+def test_a_run_writes_its_operators_and_the_page_between_its_marks_unless_it_is_interrupted(
+    canned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "results"
     assert command.main(["delta_gram", "apply_deltas", "--output", str(folder)]) == 0
     first, page = json.loads((folder / "results.json").read_text()), canned.read_text()
@@ -109,18 +118,14 @@ def test_a_run_writes_its_operators_and_the_page_between_its_marks(canned: Path,
     assert second["apply_deltas"]["environment"]["threads"] == 5
     assert canned.read_text() == page
 
-
-def test_an_interrupted_run_keeps_what_is_there(canned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "results"
-    assert command.main(["delta_gram", "--output", str(folder)]) == 0
-    before = [path.read_bytes() for path in (folder / "results.json", folder / "results.md", canned)]
-
     def interrupt(*_: Any, **__: Any) -> dict[str, Any]:
         raise KeyboardInterrupt
 
+    files = folder / "results.json", folder / "results.md", canned
+    before = [path.read_bytes() for path in files]
     monkeypatch.setattr(command, "measure_case", interrupt)
     assert command.main(["delta_gram", "--output", str(folder)]) == 130
-    assert [path.read_bytes() for path in (folder / "results.json", folder / "results.md", canned)] == before
+    assert [path.read_bytes() for path in files] == before
 
 
 COMMITTED = sorted(path.parent for path in (measure.ROOT / "benchmarks/results/cpu").glob("*/results.json"))
@@ -137,31 +142,28 @@ def test_committed_results_stay_readable(folder: Path) -> None:
 def test_every_operator_has_its_file_and_ours_comes_first() -> None:
     files = {path.stem.removeprefix("bench_") for path in (measure.ROOT / "benchmarks").glob("bench_*.py")}
     assert files == set(command.OPERATORS)
-    for operator in command.OPERATORS:
-        for settings in (Settings(), Settings(quick=True), Settings("cuda"), Settings("cuda", quick=True)):
-            assert measure.load_cases(operator, settings)
-            for one in measure.load_cases(operator, settings):
-                names = [implementation.name for implementation in one.implementations]
-                assert names[0].startswith(f"fedkernels.{operator}")
-                assert len(set(names)) == len(names)
-                for bar in one.bars:
-                    assert set(bar.faster_than) <= set(names)
-                    assert not bar.share or one.work
-                    assert not bar.floor or one.floor
-                assert one.work is None or one.work.rate in ("copy", "bf16", "tf32", "fp32")
+    settings = [Settings(device, quick=quick) for device in ("cpu", "cuda") for quick in (False, True)]
+    for operator, setting in itertools.product(command.OPERATORS, settings):
+        cases = measure.load_cases(operator, setting)
+        assert cases
+        for one in cases:
+            names = [implementation.name for implementation in one.implementations]
+            assert names[0].startswith(f"fedkernels.{operator}")
+            assert len(set(names)) == len(names)
+            for bar in one.bars:
+                assert set(bar.faster_than) <= set(names)
+                assert one.work or not bar.share
+                assert one.floor or not bar.floor
+            assert one.work is None or one.work.rate in ("copy", "bf16", "tf32", "fp32")
 
 
-def test_a_peer_that_is_not_installed_is_a_row_that_says_so() -> None:
+def test_what_is_not_installed_fails_or_lasts_too_long_is_reported() -> None:
     absent = Implementation("absent", lambda inputs: {}, package="no-such-distribution")
-    request = {"operator": "delta_gram", "index": 0, "threads": 1, "repeats": 1, "quick": True}
+    request = {"operator": "delta_gram", "index": 99, "threads": 1, "repeats": 1, "quick": True, "curve": False}
     assert measure._memory_row(absent, request)["status"] == "not installed"
-
-
-def test_a_process_that_fails_or_lasts_too_long_is_reported() -> None:
-    request = {"operator": "delta_gram", "index": 99, "threads": 1, "repeats": 1, "quick": True, "task": "memory"}
-    request["curve"] = False
-    assert measure._child({**request, "names": []}, 60.0)["status"] == "failed: IndexError: tuple index out of range"
-    assert measure._child({**request, "names": []}, 0.01)["status"].startswith("not ready after")
+    request |= {"task": "memory", "names": []}
+    assert measure._child(request, 60.0)["status"] == "failed: IndexError: tuple index out of range"
+    assert measure._child(request, 0.01)["status"].startswith("not ready after")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
@@ -201,19 +203,150 @@ OF_LOSSES = "info_nce", "clip_loss", "sigmoid_loss", "supervised_contrastive_los
 @pytest.mark.parametrize("operator", [*OF_LOSSES, "linear_cka", "client_weights", "apply_deltas", "unbalanced_ot"])
 def test_the_implementations_agree_with_the_truth(operator: str) -> None:
     """What needs no further package, at the quick sizes: each computes what its row says."""
+    most = {"value": 1e-4} if operator == "unbalanced_ot" else {"value": 1e-5, "gradient": 1e-4}
     for one in measure.load_cases(operator, Settings(quick=True)):
         if not one.timed or one.truth is None:
             continue
-        inputs = one.inputs(CPU)
+        inputs, reset = one.inputs(CPU), one.reset or (lambda inputs: None)
         for implementation in one.implementations:
             if implementation.package:
                 continue
-            if one.reset is not None:
-                one.reset(inputs)
+            reset(inputs)
             outputs = {name: tensor.clone() for name, tensor in implementation.call(inputs).items()}
-            if one.reset is not None:
-                one.reset(inputs)
+            reset(inputs)
             errors = (one.errors or case.largest_errors)(outputs, one.truth(inputs), inputs)
-            assert errors["value"] < (1e-4 if operator == "unbalanced_ot" else 1e-5), implementation.name
-            if "gradient" in errors and operator != "unbalanced_ot":
-                assert errors["gradient"] < 1e-4, implementation.name
+            assert "value" in errors
+            assert all(errors[name] < most.get(name, math.inf) for name in errors), implementation.name
+
+
+# ---- curves: python -m benchmarks.curves ----
+
+
+def point(size: int, name: str, milliseconds: str, **more: Any) -> curves.Point:
+    known = {"status": "ok", "same_result": True, "processor": "a processor", "beyond_outputs_mib": "1.5"}
+    return {**dict.fromkeys(curves.COLUMNS, ""), **known, "size": size, "implementation": name, **more} | {
+        "milliseconds": milliseconds
+    }
+
+
+POINTS = [
+    point(10, "ours", "1.5"),
+    point(10, "peer", "3"),
+    point(100, "ours", "20"),
+    point(100, "peer", "", status="not installed", beyond_outputs_mib=""),
+    point(100, "of large sizes", "40"),
+]
+
+
+@pytest.mark.parametrize("operator", curves.OPERATORS)
+def test_sizes_ascend_and_ours_comes_first_and_a_page_shows_what_is_committed(operator: str) -> None:
+    written = list(page_parts.ROOT.glob(f"benchmarks/results/curves/*/{operator}.csv"))
+    assert page_parts.curves(operator).count("### Over sizes, on") == len(written)
+    module = importlib.import_module(f"benchmarks.bench_{operator}")
+    for quick in (True, False):
+        sizes = module.curve_cases(quick)
+        assert list(sizes) == sorted(sizes)
+        assert len(sizes) > 1
+        assert all(case.timed and case.implementations[0].name.startswith("fedkernels.") for case in sizes.values())
+        loaded = measure.load_cases(operator, Settings(quick=quick, curve=True))
+        assert [case.size for case in loaded] == [case.size for case in sizes.values()]
+        assert all(case.truth is None and case.floor is None for case in loaded)
+
+
+def test_the_files_hold_every_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(curves, "measure", lambda operator, settings: POINTS)
+    assert curves.main(["client_weights", "--output", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["client_weights.csv", "client_weights.svg"]
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "client_weights.csv").read_text())))
+    assert [(line["size"], line["implementation"], line["milliseconds"]) for line in lines] == [
+        (str(one["size"]), one["implementation"], one["milliseconds"]) for one in POINTS
+    ]
+    svg = (tmp_path / "client_weights.svg").read_text()
+    assert all(f">{text}<" in svg for text in ("ours", "peer", "clients", "ms"))
+    assert curves.drawing("client_weights", POINTS) == svg
+
+
+def test_a_page_shows_the_picture_and_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(page_parts, "ROOT", tmp_path)
+    assert "No curve" in page_parts.curves("client_weights")
+    folder = tmp_path / "benchmarks/results/curves/a-processor"
+    folder.mkdir(parents=True)
+    (folder / "client_weights.csv").write_text(curves.as_csv(POINTS))
+    (folder / "client_weights.svg").write_text(curves.drawing("client_weights", POINTS))
+    page = page_parts.curves("client_weights")
+    assert "| 10 | 1.5 (1.5) | 3 (1.5) | - |" in page
+    assert "| 100 | 20 (1.5) | not installed | 40 (1.5) |" in page
+    assert "`python -m benchmarks.curves client_weights`" in page
+    picture = re.search(r"<svg.*</svg>", page, re.DOTALL)
+    assert picture
+    assert "\n\n" not in picture[0]
+
+
+# ---- python -m benchmarks.peer_suites, on a library of this file's own ----
+
+LIBRARY = {
+    "library/__init__.py": "from library.losses import Loss, user, value\n",
+    "library/losses.py": """\
+from torch import nn
+class Loss(nn.Module):
+    def forward(self, x): return x
+def value(x): return x
+def user(): return value, Loss
+""",
+    "ours.py": """\
+from torch import nn
+class Loss(nn.Module):
+    def forward(self, x): return x + 1
+def value(x): return x
+""",
+    "test_library.py": """\
+import library, library.losses
+import pytest
+def test_both_pass(): assert library.value(3) == library.losses.value(3) == 3
+@pytest.mark.parametrize("x", [1, 2])
+def test_ours_fails(x): assert library.Loss()(x) == library.losses.Loss()(x) == x
+def test_both_fail(): assert library.value(1) == 2
+""",
+}
+
+
+@pytest.fixture
+def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of tests, with the library and a module in the place of fedkernels.compat in it."""
+    folder = tmp_path / "suites" / "mine"
+    for name, text in LIBRARY.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    refused = {"assert 3 == 2": "ours adds one"}
+    peer = Peer("torch", "example.org", ("test_library.py",), "library", ("Loss", "value"), refused=refused)
+    monkeypatch.setattr(peer_suites, "PEERS", {"mine": peer})
+    monkeypatch.setattr(peer_suites, "replacements", lambda *_: {f"library.{one}": f"ours.{one}" for one in peer.names})
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return tmp_path / "suites"
+
+
+@pytest.mark.nightly  # two processes of pytest
+def test_new_failures_and_calls_are_those_of_the_drop_in(suites: Path, tmp_path: Path) -> None:
+    assert peer_suites.main(["--suites", str(suites), "--output", str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))["mine"]
+    assert (result["tests"], result["original"], result["drop_in"]) == (4, 3, 1)
+    assert result["calls"] == {"library.Loss": 4, "library.value": 3}
+    assert [test.partition("::")[2] for test in result["new"]] == ["test_ours_fails[1]", "test_ours_fails[2]"]
+    page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| mine | not explained: AssertionError: assert 2 == 1 | 1 | `test_ours_fails[1]` |" in page
+    assert "| mine | ours adds one | 1 | `test_ours_fails[2]` |" in page
+
+
+def test_tests_that_never_call_a_drop_in_are_refused(
+    suites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_suites, "outcomes", lambda *_: ({"test_library::test": ""}, {"library.Loss": 0}))
+    with pytest.raises(SystemExit, match=r"^mine: the tests called none of library\.Loss$"):
+        peer_suites.main(["--suites", str(suites), "--output", str(tmp_path)])
+
+
+def test_missing_tests_are_named_with_their_source(suites: Path, tmp_path: Path) -> None:
+    (suites / "mine" / "test_library.py").unlink()
+    peer_suites.main(["--suites", str(suites), "--output", str(tmp_path)])
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"- mine: {suites / 'mine'} has no test_library.py: copy them from example.org" in page

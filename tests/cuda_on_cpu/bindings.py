@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +67,10 @@ class Bindings:
             return None if name in native.CPU_ONLY else operator_of(name, *tensors)
 
         with torch.library._scoped_library("fedkernels", "IMPL") as registered, pytest.MonkeyPatch.context() as patch:
-            for name, one in {**self.operators, **IN_PYTHON}.items():
-                registered.impl(name, noting(name, one), "CPU")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*verriding a previously registered kernel")
+                for name, one in {**self.operators, **IN_PYTHON}.items():
+                    registered.impl(name, noting(name, one), "CPU")
             patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
             patch.setattr(native, "CUDA", frozenset({*native.COMPILED} - native.CPU_ONLY))
             patch.setattr(checks, "has_values", lambda tensor: False)

@@ -39,10 +39,7 @@ from tests.fedssl.regularizers.terms import Local, step_of
 
 OF_REFERENCES = "apply_deltas", "delta_gram"  # which have no CUDA kernels
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel"),
-    pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would"),
-]
+pytestmark = pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would")
 
 CASES = {
     name: case

@@ -9,42 +9,48 @@ from tests.fedkernels.test_client_weights import assert_optimal, by_quadprog, gr
 LARGE, SMALL = 227 << 10, 99 << 10  # bytes of shared memory: the matrix lies there, or not
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
-
-
 def solve(bindings, grams, tol=1e-8, shared_limit=LARGE):
     return bindings.results(torch.ops.fedkernels.client_weights.default, grams, tol, shared_limit=shared_limit)
 
 
 @pytest.mark.parametrize(
-    ("clients", "correlation", "spread"),
-    [(2, 0.0, 0.0), (3, 1.0, 1.0), (15, 5.0, 1.0), (31, 1.0, 0.0), (33, 0.0, 1.0), (64, 1.0, 0.5)],
+    ("clients", "entries", "correlation", "spread", "shared_limit"),
+    [
+        (2, 11, 0.0, 0.0, LARGE),
+        (3, 13, 1.0, 1.0, LARGE),
+        (15, 37, 5.0, 1.0, LARGE),
+        (31, 69, 1.0, 0.0, LARGE),
+        (33, 73, 0.0, 1.0, LARGE),
+        (64, 135, 1.0, 0.5, LARGE),
+        # Blocks of two problems take turns, so that each meets what the other writes to memory that is not its own.
+        (128, 300, 0.3, 0.0, LARGE),
+        (101, 300, 0.3, 0.0, SMALL),
+    ],
 )
-def test_equals_quadprog(bindings, clients, correlation, spread):
-    grams = torch.stack([gram_of(clients, 2 * clients + 7, correlation, seed, spread) for seed in range(2)])
-    found = solve(bindings, grams)
+def test_equals_quadprog(bindings, clients, entries, correlation, spread, shared_limit):
+    grams = torch.stack([gram_of(clients, entries, correlation, seed, spread) for seed in range(2)])
+    found = solve(bindings, grams, shared_limit=shared_limit)
     for gram, weights in zip(grams, found, strict=True):
         assert_optimal(gram, weights)
         torch.testing.assert_close(weights, by_quadprog(gram), rtol=0, atol=1e-7)
         torch.testing.assert_close(weights, client_weights(gram), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("clients", "shared_limit"), [(128, LARGE), (101, SMALL)])
-def test_many_clients(bindings, clients, shared_limit):
-    """Blocks of two problems take turns, so that each meets what the other writes to memory that is not its own."""
-    grams = torch.stack([gram_of(clients, 300, 0.3, seed) for seed in range(2)])
-    found = solve(bindings, grams, shared_limit=shared_limit)
-    for gram, weights in zip(grams, found, strict=True):
-        assert_optimal(gram, weights)
-        torch.testing.assert_close(weights, client_weights(gram), rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_grams(bindings, dtype):
-    grams = gram_of(6, 20, 1.0)[None].to(dtype)
-    weights = solve(bindings, grams)
-    assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights.double(), client_weights(grams.double()), rtol=0, atol=1e-7)
+    """Of full rank, and of a rank that rounding hides: a ridge of at most 100 times what was lost by rounding."""
+    rounded = gram_of(12, 3, 0.0, 12).to(dtype)
+    lost = -torch.linalg.eigvalsh(rounded.double())[0]
+    assert lost > 0
+    full = gram_of(6, 20, 1.0).to(dtype)
+    for gram in (full, rounded):
+        weights = solve(bindings, gram[None])[0]
+        assert weights.dtype == torch.float32
+        weights = weights.double()
+        assert float(weights.sum()) == pytest.approx(1, abs=1e-6)
+        if gram is full:
+            torch.testing.assert_close(weights, client_weights(gram.double()), rtol=0, atol=1e-7)
+    assert weights @ rounded.double() @ weights <= 100 * lost
 
 
 def test_degenerate_problems(bindings):
@@ -80,18 +86,6 @@ def test_deficient_rank(bindings, clients, rank, correlation):
     assert weights @ gram @ weights <= wanted @ gram @ wanted + 1e-15 * gram.trace()
     gradient = gram @ weights
     assert weights @ gradient - gradient.min() <= 1e-8 * gram.diagonal().min()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_may_make_a_gram_indefinite(bindings, dtype):
-    """A ridge of at most 100 times what was lost by rounding."""
-    gram = gram_of(12, 3, 0.0, 12)
-    rounded = gram.to(dtype)
-    lost = -torch.linalg.eigvalsh(rounded.double())[0]
-    assert lost > 0
-    weights = solve(bindings, rounded[None])[0].double()
-    assert float(weights.sum()) == pytest.approx(1, abs=1e-6)
-    assert weights @ rounded.double() @ weights <= 100 * lost
 
 
 def test_scale_does_not_matter(bindings):

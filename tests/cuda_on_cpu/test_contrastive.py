@@ -22,21 +22,17 @@ FEW, MANY = (randn(37, 40, seed=1) / 6).to(BF16).double(), (randn(300, 40, seed=
 VIEW, NUMBERS = MANY[:37], torch.arange(300)
 MASK = NUMBERS[:37, None] % 7 == NUMBERS % 5
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
 
-
-def cut_into_tiles(monkeypatch, all_keys):
+@pytest.fixture(params=["one tile", "tiles of all keys", "tiles"])
+def tiles(request, monkeypatch):
     """Tiles of 5 rows and all 300 keys, or of 22 rows and 30 columns; float64 has half of them."""
+    if request.param == "one tile":
+        return
+    all_keys = request.param == "tiles of all keys"
     for name in ("_FEWEST_ROWS", "_FEWEST_ROWS_OF_KEY_GRADIENT"):
         monkeypatch.setattr(contrastive_cuda, name, 1 if all_keys else 1000)
     monkeypatch.setattr(contrastive_cuda, "_TILE_BYTES", 4 * (5 * 300 if all_keys else 22 * 30))
     monkeypatch.setattr(contrastive_cuda, "_TILE_ROWS", 22)
-
-
-@pytest.fixture(params=["one tile", "tiles of all keys", "tiles"])
-def tiles(request, monkeypatch):
-    if request.param != "one tile":
-        cut_into_tiles(monkeypatch, request.param == "tiles of all keys")
 
 
 def errors(found, truth):
@@ -96,17 +92,17 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
+@pytest.mark.parametrize(
+    ("tiles", "dtype"),
+    [
+        *(("one tile", dtype) for dtype in (BF16, FP16, FP32, FP64)),
+        *((kind, dtype) for kind in ("tiles of all keys", "tiles") for dtype in (BF16, FP32)),  # cut as the others are
+    ],
+    indirect=["tiles"],
+    ids=str,
+)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses(bindings, name, dtype):
-    check(bindings, *LOSSES[name], dtype)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])  # the others are cut in the same way as one of these
-@pytest.mark.parametrize("all_keys", [True, False])
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_by_tiles(bindings, monkeypatch, name, all_keys, dtype):
-    cut_into_tiles(monkeypatch, all_keys)
+def test_losses(bindings, name, tiles, dtype):
     check(bindings, *LOSSES[name], dtype)
 
 

@@ -91,42 +91,36 @@ def test_conversions(compiler):
 # ---- planted faults ----
 
 
-def check_sums(library, count=512):
+def check_sums(library, count):
     found = sum_blocks(library, torch.ones(count))
     torch.testing.assert_close(found, torch.tensor([256.0, count - 256.0]))
 
 
-def check_sums_of_511(library):
-    check_sums(library, 511)
-
-
-def check_product(library):
+def check_product(library, count):
     product_16(library, torch.bfloat16, False)
+
+
+BARRIER, LOOP = "  __syncthreads();", "  for (int offset"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("old", "new", "check", "message"),
+    ("old", "new", "check", "count", "message"),
     [
-        ("  __syncthreads();  // before", "  // before", check_sums, None),
-        ("  __syncthreads();", "  if (index < count) __syncthreads();", check_sums_of_511, "of 256 threads 255 wait"),
-        (
-            "  for (int offset",
-            "  if (threadIdx.x % 32) for (int offset",
-            check_sums,
-            r"in their warp \(__shfl_xor_sync\)",
-        ),
-        ("  copy_async_wait<0>();\n", "", check_product, None),
-        ("lane / 4, column = 2 * (lane % 4)", "lane % 8, column = 2 * (lane / 8)", check_product, None),
-        ("{columns[0], columns[1]}", "{columns[1], columns[0]}", check_product, None),
-        ("lane % 16 * 16 + lane / 16 * 8", "lane / 2 * 16 + lane % 2 * 8", check_product, None),
+        (BARRIER + "  // before", "  // before", check_sums, 512, None),
+        (BARRIER, "  if (index < count) __syncthreads();", check_sums, 511, "of 256 threads 255 wait"),
+        (LOOP, "  if (threadIdx.x % 32) for (int offset", check_sums, 512, r"in their warp \(__shfl_xor_sync\)"),
+        ("  copy_async_wait<0>();\n", "", check_product, 0, None),
+        ("lane / 4, column = 2 * (lane % 4)", "lane % 8, column = 2 * (lane / 8)", check_product, 0, None),
+        ("{columns[0], columns[1]}", "{columns[1], columns[0]}", check_product, 0, None),
+        ("lane % 16 * 16 + lane / 16 * 8", "lane / 2 * 16 + lane % 2 * 8", check_product, 0, None),
     ],
 )
-def test_a_fault_is_found(compiler, old, new, check, message):
-    check(compiler.load(SELF))
+def test_a_fault_is_found(compiler, old, new, check, count, message):
+    check(compiler.load(SELF), count)
     faulty = compiler.mutant(SELF, old, new)
     with pytest.raises(AssertionError, match=message):
-        check(faulty)
+        check(faulty, count)
 
 
 # ---- the tests of all kernels under AddressSanitizer, in a process that starts with it ----

@@ -12,8 +12,6 @@ CENTERED = pytest.mark.parametrize("centered", [False, True])
 BOTH, NEITHER = (True, True), (False, False)  # gradients
 TOLERANCE = {linear_cka: 2e-6, linear_cka_to_kernel: 5e-6}  # in float32
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel")
-
 
 def matrix(*shape, seed=0, dtype=FP64):
     generator = torch.Generator().manual_seed(seed)
@@ -121,25 +119,24 @@ def test_the_scales_do_not_matter(bindings, call, rows, of_x, of_y, dtype, cente
         torch.testing.assert_close(one.double() * scale, other.double(), rtol=1e-4, atol=1e-5)
 
 
+@CENTERED
+@pytest.mark.parametrize("call", TOLERANCE)
 @pytest.mark.parametrize("width", [3, 9])
-def test_constant_columns_have_cka_zero_and_gradient_zero(bindings, width):
-    """Values like 0.1 leave rounding behind in a plain mean of 7."""
-    _, y = pair(7, 5, 3, (2,))
-    x = (0.1 * matrix(width, seed=3)).float().expand(2, 7, width).contiguous()
-    for found in bindings.results(linear_cka, x, y, True, *BOTH):
-        assert not found.any()
-
-
-def test_one_zero_matrix_and_one_nan_leave_the_batch_alone(bindings):
-    x, y = pair(19, 4, 5, (4,))
-    x[1] = 0
-    y[2, 3, 1] = torch.nan
-    values, *gradients = bindings.results(linear_cka, x, y, False, *BOTH)
-    assert values.isnan().tolist() == [False, False, True, False]
-    assert values[1] == 0
-    assert not any(one[1].any() for one in gradients)
-    keep = torch.tensor([0, 3])
-    alone = bindings.results(linear_cka, x[keep], y[keep], False, *BOTH)
+def test_zeros_and_a_nan_leave_the_batch_alone(bindings, call, width, centered):
+    """Constant columns are zero once they are centred: values like 0.1 leave rounding behind in a plain mean of 7."""
+    x, y = pair(7, width, 3, (5,), call=call)
+    row = (0.1 * matrix(width, seed=3)).float() * centered
+    constant = row.expand(7, width)
+    x[1] = constant
+    y[2] = constant[:, :3] if call is linear_cka else constant @ constant.mT
+    y[3, 3, 1] = torch.nan
+    wanted = BOTH if call is linear_cka else (True,)
+    values, *gradients = bindings.results(call, x, y, centered, *wanted)
+    assert values.isnan().tolist() == [False, False, False, True, False]
+    assert (values == 0).tolist() == [False, True, True, False, False]
+    assert not any(one[1:3].any() for one in gradients)
+    keep = torch.tensor([0, 4])
+    alone = bindings.results(call, x[keep], y[keep], centered, *wanted)
     torch.testing.assert_close([values[keep], *(one[keep] for one in gradients)], list(alone), rtol=1e-5, atol=1e-7)
 
 
@@ -176,12 +173,6 @@ def test_a_similarity_of_zero_is_not_negative(bindings):
     assert all(one.isfinite().all() for one in gradients)
 
 
-def test_views_that_start_anywhere(bindings):
-    """Neighbours that do not lie at a multiple of their size are read one by one."""
-    base = matrix(1000, dtype=FP32)
-    check(bindings, linear_cka, base[1:].as_strided((13, 6), (6, 1)), base[103:].as_strided((13, 4), (4, 1)))
-
-
 @pytest.mark.parametrize("wanted", [NEITHER, BOTH])
 def test_opcheck(bindings, wanted):
     """With test_faketensor's comparison by hand, for it takes the margin before a result for a difference."""
@@ -209,31 +200,16 @@ def test_autocast_does_not_narrow(bindings):
 
 
 @CENTERED
-def test_the_value_of_a_kernel_that_is_not_symmetric(bindings, centered):
-    x, kernel = matrix(23, 5, dtype=FP32), matrix(23, 23, seed=1, dtype=FP32)
+def test_unusual_inputs(bindings, centered):
+    """Neighbours that do not lie at a multiple of their size, a kernel that is not symmetric, and a large mean."""
+    base = matrix(1000, dtype=FP32)
+    check(bindings, linear_cka, base[1:].as_strided((13, 6), (6, 1)), base[103:].as_strided((13, 4), (4, 1)), centered)
+    kernel = matrix(23, 23, seed=1, dtype=FP32)
     kernel[:, 3] += 2
-    check(bindings, linear_cka_to_kernel, x, kernel, centered, NEITHER, 5e-6)
-
-
-@pytest.mark.parametrize("dtype", [FP32, FP64])
-def test_a_kernel_of_large_mean(bindings, dtype):
-    """Nothing that matters may cancel."""
-    x, kernel = pair(90, 4, 3, (), (dtype, dtype), linear_cka_to_kernel)
-    tolerance = TOLERANCE[linear_cka_to_kernel] if dtype == FP32 else 1e-12
-    check(bindings, linear_cka_to_kernel, x + 10, kernel + 1000, True, tolerance=tolerance)
-
-
-@CENTERED
-def test_zero_kernels_and_zero_matrices(bindings, centered):
-    x, y = pair(7, 4, 3, (3,))
-    row = (0.1 * matrix(5, seed=3)).float() * centered  # constant columns, zero once they are centred
-    constant = row.expand(7, 5)
-    kernel = y @ y.mT
-    kernel[1] = (constant[:, None] * constant).sum(-1) if centered else 0
-    x[2] = row[:4]
-    value, gradient = bindings.results(linear_cka_to_kernel, x, kernel, centered, True)
-    assert (value == 0).tolist() == [False, True, True]
-    assert [bool(one.any()) for one in gradient] == [True, False, False]
+    check(bindings, linear_cka_to_kernel, matrix(23, 5, dtype=FP32), kernel, centered, NEITHER, 5e-6)
+    for dtype, tolerance in ((FP32, 5e-6), (FP64, 1e-12)):  # nothing that matters may cancel
+        x, kernel = pair(90, 4, 3, (), (dtype, dtype), linear_cka_to_kernel)
+        check(bindings, linear_cka_to_kernel, x + 10, kernel + 1000, True, tolerance=tolerance)
 
 
 @CENTERED

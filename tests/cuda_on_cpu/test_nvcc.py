@@ -59,16 +59,3 @@ def test_compiles_for_all_architectures(reports, source):
     found, count = spills(done.stderr)
     assert not found
     assert count >= 4  # at least one kernel for each architecture was looked at
-
-
-def test_a_spill_is_found():
-    line = "8 bytes stack frame, 16 bytes spill stores, 0 bytes spill loads"
-    report = f"""ptxas info    : Compiling entry function 'kernel' for 'sm_90'
-ptxas info    : Function properties for kernel
-    {line}
-ptxas info    : Compiling entry function 'kernel' for 'sm_120'
-ptxas info    : Function properties for kernel
-    {line}
-ptxas info    : Function properties for other
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"""
-    assert spills(report) == ([f"kernel for sm_90: {line}"], 3)

@@ -13,17 +13,11 @@ from fedkernels.internal.self_test_outcomes import PASSED, Result
 from tests.cuda_on_cpu.emulated_card import CARD, LIBRARY, EmulatedCard
 from tests.cuda_on_cpu.emulation import CUDA, SANITIZED
 from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, OF_ORDERS, faulty_kernels, number_of
+from tests.fedkernels.test_cuda import randn
 
 OPERATORS = sorted({*native.COMPILED} - native.CPU_ONLY)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*verriding a previously registered kernel"),
-    pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would"),
-]
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would")
 
 
 def gradient(function):

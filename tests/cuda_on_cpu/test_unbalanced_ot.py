@@ -13,6 +13,10 @@ from tests.cuda_on_cpu.emulation import Array, arrays, poison
 
 WIDE = torch.float64
 KERNEL = "unbalanced_ot.cu"
+TEAM = (3, 20, 130), torch.float32, (1e-3, 40)
+BLOCKS = (2, 100, 97), WIDE, (1e-4, 20)
+LIMIT = {"shared_limit": 48 << 10}
+TEAMS = [{"multiprocessors": 1}, {"multiprocessors": 3}]  # one team for three problems, and two teams
 
 
 class Transport(ctypes.Structure):
@@ -39,12 +43,8 @@ def problem(batch, rows, columns, seed=0, dtype=WIDE):
     return cost.to(dtype), a.to(dtype), b.to(dtype)
 
 
-def solve(compiler, *given, **options):
+def solve(library, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method="accelerated", **device):
     """Plan, u, v, value, mass, iterations and gap, as the operator returns them."""
-    return solve_by(compiler.load(KERNEL), *given, **options)
-
-
-def solve_by(library, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method="accelerated", **device):
     batch, rows, columns = cost.shape
 
     def run(call):
@@ -84,65 +84,65 @@ def check(found, cost, a, b, tau_a, tau_b, tol, max_iterations=100_000, method="
     torch.testing.assert_close(mass, wide.sum((-2, -1)), rtol=slack, atol=10 * slack)
 
 
+@pytest.fixture(scope="module")
+def kernel(compiler):
+    return compiler.load(KERNEL)
+
+
+def check_problem(library, shape, dtype, options, **device):
+    given, options = problem(*shape, dtype=dtype), (0.8, 0.9, *options)
+    check(solve(library, *given, *options, **device), *given, *options)
+
+
 @pytest.mark.parametrize(
-    ("rows", "columns", "dtype"),
+    ("shape", "dtype", "options", "device"),
     [
-        (1, 1, WIDE),
-        (2, 5, WIDE),
-        (20, 17, torch.float32),
-        (33, 32, WIDE),
-        (9, 33, WIDE),
-        (64, 64, torch.float32),
-        (65, 70, WIDE),
-        (128, 128, torch.float32),
-        (127, 101, WIDE),
-        (3, 128, WIDE),
-        (128, 3, torch.float32),
+        ((2, 1, 1), WIDE, (1e-6,), {}),
+        ((2, 20, 17), torch.float32, (1e-6,), {}),
+        ((2, 33, 32), WIDE, (1e-6,), {}),
+        ((2, 9, 33), WIDE, (1e-6,), {}),
+        ((2, 64, 64), torch.float32, (1e-6,), {}),
+        ((2, 65, 70), WIDE, (1e-6,), {}),
+        ((2, 128, 128), torch.float32, (1e-6,), {}),
+        ((2, 127, 101), WIDE, (1e-6,), {}),
+        ((2, 3, 128), WIDE, (1e-6,), {}),
+        ((2, 128, 3), torch.float32, (1e-6,), {}),
+        ((1, 30, 25), WIDE, (1e-12,), {}),
+        # wherever the entries lie
+        ((2, 100, 97), WIDE, (1e-4,), {}),
+        ((2, 100, 97), WIDE, (1e-4,), {"shared_limit": 163 << 10}),
+        ((2, 100, 97), WIDE, (1e-4,), {"shared_limit": 99 << 10}),
+        (*BLOCKS, LIMIT),
+        # by a team of blocks
+        ((1, 129, 40), torch.float32, (1e-3,), {"multiprocessors": 1}),
+        ((3, 40, 131), torch.float32, (1e-3,), {"multiprocessors": 1}),
+        ((3, 5, 300), torch.float32, (1e-3,), {"multiprocessors": 1}),
+        ((1, 21, 130), torch.float32, (1e-3,), {"multiprocessors": 4}),
+        *((*TEAM, device) for device in TEAMS),
+        *((shape, WIDE, (1e-3, 150, "steepest"), {}) for shape in ((2, 6, 5), (2, 20, 33), (2, 12, 130))),
     ],
+    ids=str,
 )
-def test_one_block(compiler, rows, columns, dtype):
-    given = problem(2, rows, columns, dtype=dtype)
-    options = (0.8, 0.9, 1e-6)
-    check(solve(compiler, *given, *options), *given, *options)
-
-
-@pytest.mark.parametrize("shared_limit", [227 << 10, 163 << 10, 99 << 10])
-def test_wherever_the_entries_lie(compiler, shared_limit):
-    given, options = problem(2, 100, 97), (0.8, 0.9, 1e-4)
-    check(solve(compiler, *given, *options, shared_limit=shared_limit), *given, *options)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "batch", "multiprocessors"), [(129, 40, 1, 1), (40, 131, 3, 1), (5, 300, 3, 1), (21, 130, 1, 4)]
-)
-def test_a_team_of_blocks(compiler, rows, columns, batch, multiprocessors):
-    given, options = problem(batch, rows, columns, dtype=torch.float32), (0.8, 0.9, 1e-3)
-    found = solve(compiler, *given, *options, multiprocessors=multiprocessors)
-    check(found, *given, *options)
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(6, 5), (20, 33), (12, 130)])
-def test_steepest_descent(compiler, rows, columns):
-    given, options = problem(2, rows, columns), (0.8, 0.9, 1e-3, 150)
-    check(solve(compiler, *given, *options, method="steepest"), *given, *options, "steepest")
+def test_equals_the_reference(kernel, shape, dtype, options, device):
+    check_problem(kernel, shape, dtype, options, **device)
 
 
 @pytest.mark.parametrize("method", ["accelerated", "steepest"])
-def test_where_the_printed_step_divides_by_zero(compiler, method):
+def test_where_the_printed_step_divides_by_zero(kernel, method):
     cost, masses = torch.tensor([[[4.0, 0.0], [0.0, 4.0]]]).double(), torch.ones(1, 2).double()
-    plan = solve(compiler, cost, masses, masses, 2.0, 2.0, 1e-10, method=method)[0]
+    plan = solve(kernel, cost, masses, masses, 2.0, 2.0, 1e-10, method=method)[0]
     torch.testing.assert_close(plan[0], 1 - torch.eye(2).double(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("columns", [20, 130])
-def test_forbidden_hopeless_idle_and_late_problems(compiler, columns):
+def test_forbidden_hopeless_idle_and_late_problems(kernel, columns):
     cost, a, b = problem(6, 10, columns)
     cost[0, 2:4] = torch.inf
     cost[1, 3, 4] = torch.nan
     cost[2, 0, 0] = -torch.inf
     a[3, 1] = torch.inf
     cost[4] += 100
-    found = solve(compiler, cost, a, b, 0.8, 0.9, 1e-6)
+    found = solve(kernel, cost, a, b, 0.8, 0.9, 1e-6)
     plan, u, v, value, mass, iterations, gap = found
     for bad in (1, 2, 3):
         assert all(x[bad].isnan().all() for x in (plan, u, v, value, mass, gap))
@@ -152,7 +152,7 @@ def test_forbidden_hopeless_idle_and_late_problems(compiler, columns):
     assert gap[4] == 0 == mass[4]
     good = [0, 4, 5]
     check([x[good] for x in found], cost[good], a[good], b[good], 0.8, 0.9, 1e-6)
-    late = solve(compiler, cost[5:], a[5:], b[5:], 0.8, 0.9, 1e-12, 7)
+    late = solve(kernel, cost[5:], a[5:], b[5:], 0.8, 0.9, 1e-12, 7)
     check(late, cost[5:], a[5:], b[5:], 0.8, 0.9, 1e-12, 7)
     assert late[5].item() == 7
     assert late[6].item() > 1e-12
@@ -160,29 +160,35 @@ def test_forbidden_hopeless_idle_and_late_problems(compiler, columns):
 
 @pytest.mark.parametrize(("rows", "columns"), [(20, 20), (20, 130)])
 @pytest.mark.parametrize("scale", [0, 1e-30])
-def test_an_optimum_of_zero_is_reached(compiler, rows, columns, scale):
+def test_an_optimum_of_zero_is_reached(kernel, rows, columns, scale):
     """By a block and by a team. Relative to 0 no gap is small: they would take all their steps."""
     cost, _, _ = problem(1, rows, columns)
     a, b = torch.full((1, rows), 1 / rows).double(), torch.full((1, columns), 1 / columns).double()
     given, options = (scale * cost, a, b), (0.8, 0.9, 1e-6, 500)
-    *_, iterations, gap = found = solve(compiler, *given, *options)
+    *_, iterations, gap = found = solve(kernel, *given, *options)
     check(found, *given, *options)
     assert gap == 0
     assert iterations < 500
 
 
-def test_tight(compiler):
-    given, options = problem(1, 30, 25), (0.8, 1.1, 1e-12)
-    check(solve(compiler, *given, *options), *given, *options)
+OWN_MEMORY = "memory + team * (layout.end() - layout.in_shared)"
+LAST_WAIT = "    solver.wait();  // its memory is the next problem's\n"
+READ = "    __syncthreads();  // u and v have been read\n    for_rows([&](int i) {"
 
 
 @pytest.mark.nightly
-def test_a_missing_barrier_is_found(compiler):
-    faulty = compiler.mutant(
-        KERNEL,
-        "    __syncthreads();  // u and v have been read\n    for_rows([&](int i) {",
-        "    for_rows([&](int i) {",
-    )
-    given, options = problem(1, 20, 40), (0.8, 0.9, 1e-6, 200)  # it might never end
+@pytest.mark.parametrize(
+    ("case", "devices", "old", "new"),
+    [
+        (((1, 20, 40), WIDE, (1e-6, 200)), [{}], READ, "    for_rows([&](int i) {"),  # it might never end
+        (TEAM, TEAMS, "turn ^= 1;", ""),
+        (TEAM, TEAMS, LAST_WAIT, ""),
+        (TEAM, TEAMS, OWN_MEMORY, "memory"),
+        (BLOCKS, [LIMIT], OWN_MEMORY, "memory"),
+    ],
+)
+def test_a_missing_barrier_or_shared_scratch_is_found(compiler, case, devices, old, new):
+    """Only the two orders show it."""
+    faulty = compiler.mutant(KERNEL, old, new)
     with pytest.raises(AssertionError):
-        check(solve_by(faulty, *given, *options), *given, *options)
+        [check_problem(faulty, *case, **device) for device in devices]

@@ -1,6 +1,4 @@
-"""Start works from its first line to its last, and so do the parts of Add a method."""
-
-from __future__ import annotations
+"""What the pages tell to do works as it stands there, every question has its answer, every figure its source."""
 
 import ast
 import re
@@ -14,17 +12,35 @@ from fedssl.cli import main
 from fedssl.engines.in_process import run
 from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.directory import RunDirectory
+from fedssl.tables.table import load_table
 from tests.fedssl.conftest import AVERAGED, tiny_values
+from website import questions
 from website.repository_files import ROOT, rewrite_links
 
 DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
+SOURCES = [path for package in ("fedssl", "fedkernels") for path in sorted((ROOT / package).rglob("*.py"))]
+#: The libraries that the blocks of "Use it in ..." replace; one of them has two blocks.
+ORIGINALS = ("open_clip", "lightly", "pytorch_metric_learning", "sentence_transformers", "torchjd", "torch_cka", "ot")
+#: what marks a figure that was measured: a spread, an accuracy, a rate, a time, a ratio of speeds
+MEASURED = re.compile(r"±|\d\.\d %|images/s|\d (?:ms|s)\b|\d times as fast|points (?:above|below)")
+#: a link to a result, a page of results, a command, or the words that a figure without a file must have
+SOURCE = re.compile(
+    r"benchmarks/results|`python -m |demo\.md|`make demo`|fedssl run-table|by hand|speed\.md|<!-- generated"
+)
+#: its seconds are settings
+SETTINGS = ("deploy.md", "A reverse proxy in front of the SuperLink")
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 SHORT = ("rounds=1", "training.local_epochs=1", "training.batch_size=32", "evaluation.linear.epochs=2")
+
+
+def code_of(page, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
 
 
 def test_every_step_of_start_works_in_the_pages_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = (DOCS / "start.md").read_text(encoding="utf-8")
-    steps = re.findall(r"```python\n(.*?)```|^    (fedssl .*?)$", page, re.DOTALL | re.MULTILINE)
+    steps = re.findall(r"```python\n(.*?)```|^    (fedssl .*?)$", PAGES["start.md"], re.DOTALL | re.MULTILINE)
     assert len(steps) == 6
     for code, command in steps:
         if code:
@@ -43,8 +59,7 @@ def test_every_step_of_start_works_in_the_pages_order(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize(("title", "key"), [("Median", "aggregators"), ("WarmThenLast", "schedule")])
 def test_the_parts_of_add_a_method_run(title, key, tmp_path):
-    page = (DOCS / "add_a_method.md").read_text(encoding="utf-8")
-    code = next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"class {title}" in code)
+    code = next(code for code in code_of("add_a_method.md") if f"class {title}" in code)
     part = tmp_path / f"{title.lower()}.py"
     part.write_text(code)
     own = {"name": str(part)}
@@ -59,7 +74,7 @@ def test_a_link_to_nothing_is_refused():
 
 def source_texts():
     """Every string of the packages' sources, with ... for what an f-string fills in."""
-    for path in (path for package in ("fedssl", "fedkernels") for path in (ROOT / package).rglob("*.py")):
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
@@ -68,11 +83,59 @@ def source_texts():
 
 
 def test_the_errors_that_questions_explains_are_the_sources_own():
-    page = (DOCS / "questions.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"^\*\*`(.+?)`\*\*", page, re.MULTILINE)
+    quoted = re.findall(r"^\*\*`(.+?)`\*\*", PAGES[questions.PAGE], re.MULTILINE)
     assert len(quoted) == 10
     texts = list(source_texts())
     for quote in quoted:
         # "supervised" stands for the objective's name; the sources have a place to fill in there.
         wanted = re.escape(quote.replace("supervised", "...")).replace(re.escape("..."), ".*")
         assert any(re.fullmatch(wanted, text, re.DOTALL) for text in texts), quote
+
+
+def test_every_question_stands_on_its_page_and_two_clicks_lead_to_the_answer():
+    asked = re.findall(r"^### (.+)$", PAGES[questions.PAGE], re.MULTILINE)
+    assert asked == [question.question for question in questions.QUESTIONS]
+    assert all(questions.clicks_to(question)[-1] == question.answer for question in questions.QUESTIONS)
+    with pytest.raises(ValueError, match=r"docs/questions.md has no section 'Is it free\?' that links to start2.md"):
+        questions.clicks_to(questions.Question("Is it free?", "free", "start2.md"))
+
+
+def test_the_table_of_compare_two_methods_can_be_run(tmp_path):
+    path = tmp_path / "mine.yaml"
+    (example,) = code_of("methods.md", "yaml")
+    path.write_text(example)
+    assert [row.label for row in load_table(str(path)).rows] == ["FedU2", "FedBYOL", "local-only"]
+
+
+@pytest.mark.parametrize("number", range(len(ORIGINALS) + 1))
+def test_a_block_of_use_it_in_runs_without_the_library_that_it_replaces(number, monkeypatch):
+    blocks = code_of("use_it_in.md")
+    assert len(blocks) == len(ORIGINALS) + 1
+    for name in ORIGINALS:
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it raises ImportError
+    exec(blocks[number], {"__name__": "block"})
+
+
+def sections():
+    """The page, the title and the text of each section of the pages, without its code and equations."""
+    for page, text in PAGES.items():
+        text = re.sub(r"^```.*?^```$|\$\$.*?\$\$", "", text, flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(r"^    .*$|\$[^$\n]*\$", "", text, flags=re.MULTILINE)
+        parts = re.split(r"^#+ (.+)$", text, flags=re.MULTILINE)
+        yield from ((page, *section) for section in zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_a_section_with_measured_figures_names_their_source():
+    """Link to the result in benchmarks/results, or name the command."""
+    measured = [(page, title, text) for page, title, text in sections() if MEASURED.search(text)]
+    without = [(page, title) for page, title, text in measured if not SOURCE.search(text)]
+    assert without == [SETTINGS]
+
+
+def test_no_result_in_a_docstring_is_shown_as_a_type():
+    """The site shows as a type what stands before a colon in the first line of "Returns" or "Yields"."""
+    for path in SOURCES:
+        nodes = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, DOCUMENTED))
+        docstrings = "\n".join(ast.get_docstring(node) or "" for node in nodes)
+        lines = re.findall(r"^ *(?:Returns|Yields):\n *(.+)$", docstrings, re.MULTILINE)
+        assert not [line for line in lines if ":" in line], path

@@ -35,9 +35,9 @@ class Both(NamedTuple):
     module: str  # the compiled one, or the note that says why there is none
 
 
-class Built(NamedTuple):
-    sdist: Path
-    files: set[str]  # of the sdist, relative to its root
+class Sdist(NamedTuple):
+    path: Path
+    files: set[str]  # relative to its root
     metadata: Message
 
 
@@ -57,6 +57,14 @@ def contents(wheel: Path) -> tuple[set[str], Message]:
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         files = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
         return files, Parser().parsestr(archive.read(metadata).decode())
+
+
+def read_sdist(path: Path) -> Sdist:
+    with tarfile.open(path) as tar:
+        files = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
+        text = tar.extractfile(f"{path.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert text is not None
+        return Sdist(path, files, Parser().parsestr(text.read().decode()))
 
 
 def pyproject(folder: Path) -> dict[str, Any]:
@@ -87,22 +95,21 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("packaging")
     copy = folder / "copy"
     copy.mkdir()
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+    for name in (
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+    ):
         shutil.copy(ROOT / name, copy)
-    for name in ("CONTRIBUTING.md", "Makefile"):
-        shutil.copy(ROOT / name, copy)
+    shutil.copy(ROOT / "Makefile", copy)
     for name in ("fedkernels", "fedssl", "csrc", "tests"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(ROOT / name, copy / name, ignore=build.NOT_SOURCES)
+    sdist = read_sdist(build._call_setuptools("build_sdist", copy, folder, folder / "made"))
 
-    build_sdist = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", build_sdist, folder, cwd=copy)
-    (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        sdist = {name.partition("/")[2] for name in tar.getnames()}
-        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # not in every 3.10 and 3.11
-        tar.extractall(folder / "unpacked")
-
-    (unpacked,) = (folder / "unpacked").iterdir()
     pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index")
     compiler, module = shutil.which("g++") or shutil.which("clang++"), "fedkernels/_C.missing"
     variables = {"FEDKERNELS_CUDA": "0", "FEDKERNELS_CPU_INSTRUCTION_SETS": "baseline"}
@@ -111,32 +118,22 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
         reading.write_text(READING_COMPILER.format(compiler=compiler))
         reading.chmod(0o755)
         variables |= {"CC": str(reading), "CXX": str(reading)}
-    run(*pip, "--wheel-dir", folder, unpacked, cwd=folder, **variables)
+    run(*pip, "--wheel-dir", folder, build._unpack(sdist.path, folder / "unpacked"), cwd=folder, **variables)
     (archive,) = folder.glob("*.whl")
     with zipfile.ZipFile(archive) as wheel:
-        return Both(sdist, set(wheel.namelist()), contents(archive)[1], module)
+        return Both(sdist.files, set(wheel.namelist()), contents(archive)[1], module)
 
 
 @pytest.fixture(scope="module")
-def sdists(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Built]:
+def sdists(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sdist]:
     folder = tmp_path_factory.mktemp("sdists")
-    built = {}
-    for name in build.SOURCES:
-        path = build.build_sdist(name, folder / "work", folder / "dist")
-        with tarfile.open(path) as tar:
-            files = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
-            top = path.name.removesuffix(".tar.gz")
-            text = tar.extractfile(f"{top}/PKG-INFO")
-            assert text is not None
-            built[name] = Built(path, files, Parser().parsestr(text.read().decode()))
-    return built
+    paths = {name: build.build_sdist(name, folder / "work", folder / "dist") for name in build.SOURCES}
+    return {name: read_sdist(path) for name, path in paths.items()}
 
 
 def test_versions_agree() -> None:
-    versions = {
-        pyproject(ROOT / folder)["project"]["version"]
-        for folder in ("distributions/fedkernels", "distributions/fedssl", ".")
-    }
+    folders = ROOT, *(ROOT / "distributions" / name for name in build.SOURCES)
+    versions = {pyproject(folder)["project"]["version"] for folder in folders}
     newest = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
     assert versions | {newest, importlib.metadata.version("fedkernels-fedssl")} == {fedkernels.__version__}
 
@@ -188,7 +185,7 @@ def test_each_is_described_as_in_the_installation_from_source() -> None:
     assert project["scripts"] == wanted["scripts"]
 
 
-def test_source_distributions(sdists: dict[str, Built]) -> None:
+def test_source_distributions(sdists: dict[str, Sdist]) -> None:
     assert sdists["fedkernels"].metadata.get_all("Requires-Dist") == ["torch>=2.11"]
     files = sdists["fedkernels"].files
     assert package_files("fedkernels") | package_files("csrc") | {"csrc/README.md", "setup.py", "LICENSE"} <= files
@@ -198,8 +195,8 @@ def test_source_distributions(sdists: dict[str, Built]) -> None:
     assert not [name for name in files if name.startswith(("fedkernels", "csrc")) or name == "setup.py"]
 
 
-def test_wheel_of_fedssl(sdists: dict[str, Built], tmp_path: Path) -> None:
-    wheel = build.build_wheel(sdists["fedssl"].sdist, tmp_path / "work", tmp_path / "dist")
+def test_wheel_of_fedssl(sdists: dict[str, Sdist], tmp_path: Path) -> None:
+    wheel = build.build_wheel(sdists["fedssl"].path, tmp_path / "work", tmp_path / "dist")
     assert wheel.name == f"fedssl-{fedkernels.__version__}-py3-none-any.whl"
     files, metadata = contents(wheel)
     assert files == package_files("fedssl")
@@ -228,14 +225,14 @@ exec(sys.argv[2])
 
 
 @pytest.mark.nightly
-def test_wheel_of_fedkernels(sdists: dict[str, Built], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_of_fedkernels(sdists: dict[str, Sdist], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled for the baseline and AVX2, which takes some minutes."""
     for tool in ("auditwheel", "ziglang"):
         pytest.importorskip(tool)
     monkeypatch.setenv("FEDKERNELS_CUDA", "0")
     if platform.machine() == "x86_64":
         monkeypatch.setenv("FEDKERNELS_CPU_INSTRUCTION_SETS", "avx2")
-    wheel = build.build_wheel(sdists["fedkernels"].sdist, tmp_path / "work", tmp_path / "dist")
+    wheel = build.build_wheel(sdists["fedkernels"].path, tmp_path / "work", tmp_path / "dist")
     machine = sysconfig.get_platform().rpartition("-")[2]
     assert wheel.name == f"fedkernels-{fedkernels.__version__}-cp310-abi3-manylinux_2_28_{machine}.whl"
     files, metadata = contents(wheel)

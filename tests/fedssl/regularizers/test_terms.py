@@ -29,7 +29,7 @@ from fedssl.regularizers.proximal import Proximal
 from fedssl.regularizers.relational_distillation import RelationalDistillation, relational_loss
 from fedssl.regularizers.representation_alignment import RepresentationAlignment, model_contrast
 from tests.fedssl.conftest import ALIGNED
-from tests.fedssl.models.test_stages import images, staged
+from tests.fedssl.models.test_model import images, staged
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.small_models import E1, E2, FIRST_TWO, SWAPPED, THREE, Scale, flat_model, local_round, scalar_model
 
