@@ -24,7 +24,8 @@ class OnDevice {
   explicit OnDevice(const Tensor& tensor) : guard_(tensor.get_device_index()) {
     STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream, "this torch has no CUDA");
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    const int32_t error = aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream);
+    STD_TORCH_CHECK(error == 0, "torch gives no stream of CUDA");  // its own macro for this has other names by version
     stream_ = static_cast<cuda::Stream>(stream);
   }
   cuda::Stream stream() const { return stream_; }
