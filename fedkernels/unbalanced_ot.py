@@ -190,7 +190,8 @@ class _UnbalancedOT(torch.autograd.Function):
         link: Tensor,
     ) -> tuple[Tensor, ...]:
         plan, u, v, value, mass, iterations, gap = _solve(cost, a, b, tau_a, tau_b, tol, max_iterations, method)
-        return value.to(plan.dtype), iterations, gap, mass, plan, u, v
+        # A copy: of a tensor that `to` returns as it is, torch 2.11 compiles a gradient of 0.
+        return value.to(plan.dtype, copy=True), iterations, gap, mass, plan, u, v
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
