@@ -49,7 +49,8 @@ demo: $(installed)
 # Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests. There is one
 # process more than processors, up to four, as many tests wait for processes of their own.
 # The end-to-end tests start processes of their own, Ray's and Flower's, and wait for them most of the time: they run
-# beside the others, one after another. So does mypy, which has one thread. What they print comes last.
+# beside the others, one after another. So does mypy, which has one thread. What they print comes last. Where Flower is
+# missing there are none of them, and pytest ends with 5.
 # Compiled with warnings as errors; FEDKERNELS_WERROR=0 in the environment takes them as warnings.
 test test-nightly: export FEDKERNELS_WERROR ?= 1
 
@@ -60,7 +61,7 @@ test: style
 	OMP_NUM_THREADS=1 $(python) -m pytest -m "not nightly" -n $$($(python) -c "$(count)") --dist loadfile \
 	--no-loadscope-reorder $$($(python) -m tests.of_the_build) $(end_to_end:%=--ignore=%); \
 	failed=$$?; test $$failed = 0 && $(python) -m tests.of_the_build --passed; \
-	wait $$beside || failed=1; cat "$(printed)"; wait $$mypy || failed=1; cat "$(types)"; exit $$failed
+	wait $$beside; case $$? in 0|5) ;; *) failed=1 ;; esac; cat "$(printed)"; wait $$mypy || failed=1; cat "$(types)"; exit $$failed
 
 test-nightly: $(installed)
 	OMP_NUM_THREADS=1 $(python) -m pytest -m nightly

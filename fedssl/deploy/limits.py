@@ -50,8 +50,8 @@ def limit_superlink() -> None:
     extensions.get_middleware = lambda: (Middleware(RequestLimits),)
     fleet_handlers.push_messages = push_messages
     # milliseconds that a request waits for the database while another one writes
-    pragmas = dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": "120000"}
-    sql_mixin.SQLITE_PRAGMAS = tuple(pragmas.items())  # type: ignore[assignment]
+    pragmas: Any = tuple((dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": "120000"}).items())
+    sql_mixin.SQLITE_PRAGMAS = pragmas
 
 
 class RequestLimits:

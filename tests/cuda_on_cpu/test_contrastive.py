@@ -203,6 +203,8 @@ def test_less_than_64_MB_beside_the_results(monkeypatch, name, dtypes):
     """Of 32,768 queries and keys on the meta device, which has sizes and computes nothing."""
     names = ("contrastive_sums", "contrastive_weights", "contrastive_sigmoid")
     monkeypatch.setattr(contrastive_cuda, "_ops", SimpleNamespace(**dict.fromkeys(names, no_operator)))
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no addmm with an out_dtype on the meta device")
     rows, width = 32_768 // (2 if name.startswith("nt_xent") else 1), 1024
     first, second = (torch.empty(rows, width, dtype=dtype, device="meta") for dtype in dtypes)
     empty, vector = first.new_empty(0), first.new_empty(2 * rows, dtype=FP64)

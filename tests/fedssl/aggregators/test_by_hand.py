@@ -23,7 +23,6 @@ from fedssl.aggregators.orchestra_clusters import (
     equal_assignment,
 )
 from fedssl.aggregators.weighted_mean import DISTANCE, WeightedMean
-from fedssl.engines.flower.privacy import private_federation
 from fedssl.federation import build_federation
 from fedssl.guard import Asked, refusals
 from fedssl.messages import Message
@@ -107,7 +106,8 @@ def test_no_distance_is_logged_of_noisy_weights(tiny):
     assert done.server.metrics[DISTANCE] > 0
     privacy = {"name": "local_dp", "clipping_norm": 1.0, "epsilon": 1.0, "delta": 1e-5}
     recipe = federation.recipe.model_copy(update={"flower": FlowerOptions(differential_privacy=privacy)})
-    private = private_federation(dataclasses.replace(federation, recipe=recipe))
+    privately = pytest.importorskip("fedssl.engines.flower.privacy", reason="flwr is not installed")
+    private = privately.private_federation(dataclasses.replace(federation, recipe=recipe))
     state = private.method.aggregate(federation.method.initial_state(), done.replies[1], 1)
     assert DISTANCE not in state.metrics
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
+
 from fedssl.engines import in_process
 from fedssl.engines.in_process import LocalClients
 from fedssl.engines.observers import Observer
