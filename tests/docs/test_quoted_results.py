@@ -25,6 +25,7 @@ BY_HAND = {
     },
     "demo.md": {"0.5": "mu"},
     "hetero_ssfl.md": {"0.5": "mu"},
+    "lw_fedssl.md": {"0.05 0.5": "temperatures"},
     "speed.md": {
         "3.04": "linear_cka on the first machine, whose row a later measurement has replaced",
         "0.5 0.1 0.05": "temperatures",

@@ -103,28 +103,29 @@ def test_all_but_the_sites_interface_is_for_the_own_machine_alone(path):
     assert post(path, 10, "192.0.2.1") == (200, 10, 10)  # the SuperLink's own address
 
 
-@pytest.mark.parametrize(("headers", "most"), [(signed(), LARGEST_BODY), ({}, LARGEST_BODY_WITHOUT_KEY)])
+@pytest.mark.parametrize(("headers", "most"), [(signed, LARGEST_BODY), (dict, LARGEST_BODY_WITHOUT_KEY)])
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_large_body_is_not_read(announced, headers, most):
     """Announced or in pieces; without a key it may have little more than a node's name."""
-    path = "/v1/fleet/push-object"
+    path, headers = "/v1/fleet/push-object", headers()
     assert post(path, most, headers=headers, announced=announced)[:2] == (200, most)
     assert post(path, 2**26, headers=headers, announced=announced) == (413, 0, 0 if announced else most + PIECE)
 
 
+# Made when a test runs: a signature holds for seconds.
 STRANGERS = {
-    "unknown key": signed(OTHER_PRIVATE, public_key_to_bytes(OTHER_PUBLIC)),
-    "another's key": signed(OTHER_PRIVATE),
-    "old": signed(age=3600),
-    "no time": signed() | {TIMESTAMP_HEADER: "yesterday"},
-    "no signature": signed() | {FLEET_HTTP_SIGNATURE_HEADER: "?"},
-    "no key": signed() | {FLEET_HTTP_PUBLIC_KEY_HEADER: "AAAA"},
+    "unknown key": lambda: signed(OTHER_PRIVATE, public_key_to_bytes(OTHER_PUBLIC)),
+    "another's key": lambda: signed(OTHER_PRIVATE),
+    "old": lambda: signed(age=3600),
+    "no time": lambda: signed() | {TIMESTAMP_HEADER: "yesterday"},
+    "no signature": lambda: signed() | {FLEET_HTTP_SIGNATURE_HEADER: "?"},
+    "no key": lambda: signed() | {FLEET_HTTP_PUBLIC_KEY_HEADER: "AAAA"},
 }
 
 
 @pytest.mark.parametrize("who", STRANGERS)
 def test_only_a_registered_sites_signature_lets_a_large_body_in(who):
-    assert post("/v1/fleet/push-object", 2**20, headers=STRANGERS[who])[0] == 413
+    assert post("/v1/fleet/push-object", 2**20, headers=STRANGERS[who]())[0] == 413
 
 
 # Answers

@@ -89,7 +89,7 @@ class CountsWorkers(Observer):
 )
 def test_a_run_resumes_with_other_clients_at_a_time(before, after, workers, method, finished, noisy, tmp_path):
     with pytest.raises(Stopped):
-        run(noisy(**FEW | METHODS[method], clients_parallel=before), tmp_path / "a", StopsInRoundTwo())
+        run(noisy(**FEW | METHODS[method], clients_parallel=before), tmp_path / "a", StopsInRoundTwo(0))
     recipe, progress = (tmp_path / "a/recipe.yaml").read_bytes(), CountsWorkers()
     resume(tmp_path / "a", progress, clients_parallel=after)
     assert progress.counts == workers
