@@ -44,6 +44,8 @@ def test_all_names_what_a_module_defines(module):
 
 @pytest.mark.parametrize("module", [*PUBLIC, "fedssl"])
 def test_a_star_leaves_the_names_of_torch(module):
+    if module == "fedssl":
+        pytest.importorskip("pydantic", reason="fedkernels is tested alone here: fedssl needs pydantic")
     names = {"nn": torch.nn, "F": torch.nn.functional, "distributed": torch.distributed, "__version__": "the user's"}
     before = dict(names)
     exec(f"from {module} import *", names)
