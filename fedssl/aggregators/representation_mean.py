@@ -14,6 +14,7 @@ from ..errors import UserError
 from ..evaluation.metrics import effective_rank
 from ..messages import Message
 from ..models.model import Layer, untouched_running_statistics
+from ..models.weights import frozen_encoder
 from .base import PUBLIC_IMAGES, Aggregator, Shape
 
 FACTOR = "alignment.factor"
@@ -81,17 +82,22 @@ class RepresentationMean(Aggregator):
     figures.
 
     The targets other than `peers` are controls, whose results were not learned from the peers: `self` is the client's
-    own kernel of its previous round, and `untrained` is K-bar of the untrained networks, which never changes. With
-    kernel `frobenius` each K_j is divided by its norm, so that a client with large representations does not dominate
-    the others; `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`. Logs `public_effective_rank`, the effective
-    rank of A_j, to be read beside `cka`.
+    own kernel of its previous round, and `untrained` is K-bar of the untrained networks, which never changes. `oracle`
+    is the kernel of the encoder in `oracle`, which never changes either: where that was trained on all clients' images
+    in one place, it says how much any peers could give (docs/methods/hetero_ssfl.md). With kernel `frobenius` each K_j
+    is divided by its norm, so that a client with large representations does not dominate the others; `half_whitened` is
+    (A_j A_j')^(1/2), see `whitening_matrix`. Logs `public_effective_rank`, the effective rank of A_j, to be read beside
+    `cka`.
     """
 
     opening_round: ClassVar[bool] = True
     needs_public_images: ClassVar[bool] = True
 
-    target: Literal["peers", "self", "untrained"] = Field(
-        "peers", description="whose kernels clients align to: all clients', or a control's"
+    target: Literal["peers", "self", "untrained", "oracle"] = Field(
+        "peers", description="whose kernels clients align to: all clients', a control's, or a given encoder's"
+    )
+    oracle: str | None = Field(
+        None, description="the encoder of target oracle: a folder of fedssl export, or timm:NAME"
     )
     layer: Layer = Field(
         "predictor", description="layer whose outputs are aligned; the paper has predictor, evaluation uses encoder"
@@ -116,6 +122,11 @@ class RepresentationMean(Aggregator):
     )
 
     def check(self, clients: int) -> None:
+        if (self.target == "oracle") != (self.oracle is not None):
+            raise UserError(
+                f"representation_mean has target {self.target} and oracle {self.oracle}: target oracle, and no other, "
+                "needs the folder of an exported encoder as oracle"
+            )
         if self.weights is None:
             return
         if len(self.weights) != clients:
@@ -157,20 +168,31 @@ class RepresentationMean(Aggregator):
         with untouched_running_statistics(model):
             a = torch.cat([model.represent(normalize(b.to(model.device)), self.layer) for b in batches]).cpu()
         local.log("public_effective_rank", effective_rank(a))
+        a, whitening = self._factor(a)
+        if whitening is not None:  # the alignment term of the next round whitens its mini-batches by the same matrix
+            client.memory.tensors[WHITENING] = whitening
+        if self.oracle is not None and local.number == 0:  # what comes later the server leaves out
+            encoder = frozen_encoder(self.oracle, tuple(public.shape[1:])).to(model.device)
+            a, _ = self._factor(torch.cat([encoder(normalize(b.to(model.device))) for b in batches]).cpu())
+        return Message({f"representation.{client.index}": a})
+
+    def _factor(self, a: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the factor of the kernel that representations [L, d] make, and its whitening matrix if it has one."""
         if self.centered:
             a = a - a.mean(dim=0)
+        if self.kernel == "half_whitened":
+            whitening = whitening_matrix(a)
+            return a @ whitening, whitening
         if self.kernel == "frobenius":
             a = a / (a.to(torch.float64).T @ a.to(torch.float64)).norm().sqrt().clamp_min(1e-30).to(a.dtype)
-        elif self.kernel == "half_whitened":
-            # The alignment term of the next round whitens its mini-batches by the same matrix.
-            client.memory.tensors[WHITENING] = whitening_matrix(a)
-            a = a @ client.memory.tensors[WHITENING]
-        return Message({f"representation.{client.index}": a})
+        return a, None
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
         return {f"representation.{client}": (PUBLIC_IMAGES, None)}
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        if self.target == "untrained" and any(name.startswith("representation.") for name in server.tensors):
+        if self.target in ("untrained", "oracle") and any(
+            name.startswith("representation.") for name in server.tensors
+        ):
             return Message()
         return Message({f"representation.{k}": replies[k].tensors[f"representation.{k}"] for k in sorted(replies)})

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..options import Options
 from ..untrusted import quoted, read_regular_file
-from .encoders import has_small_image_stem
+from .encoders import build_encoder, has_small_image_stem
 
 
 class ModelOptions(Options):
@@ -86,6 +86,22 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
                 "restore the file, or start a new run"
             )
     return weights
+
+
+def frozen_encoder(source: str, image_shape: tuple[int, int, int]) -> nn.Module:
+    """Return an encoder with its weights for images [C, H, W], without gradients, in evaluation mode on the CPU.
+
+    Raises:
+        UserError: `source` is no folder of `fedssl export` or timm:NAME, or takes no such images.
+    """
+    architecture = _architecture_of(source)
+    if architecture is None:
+        raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export, or timm:NAME")
+    channels, height, width = image_shape
+    with torch.random.fork_rng(devices=[]):
+        encoder = build_encoder(architecture, channels, width, height)
+    load_weights(encoder, _read(source), architecture, source)
+    return encoder.requires_grad_(False).eval()
 
 
 def digest(weights: Weights) -> str:

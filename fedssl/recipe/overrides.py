@@ -89,11 +89,12 @@ def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_paths_from(folder: Path, part: Any) -> Any:
-    """Return a part of a recipe's mapping, or a list of them, with absolute paths to part files."""
+    """Return a part of a recipe's mapping, or a list of them, with absolute paths to part files and encoders."""
     if isinstance(part, list):
         return [with_paths_from(folder, one) for one in part]
     if isinstance(part, dict) and "name" in part:
-        return part | {"name": with_paths_from(folder, part["name"])}
+        encoder = {"oracle": _with_encoder_from(folder, part["oracle"])} if "oracle" in part else {}
+        return part | {"name": with_paths_from(folder, part["name"])} | encoder
     if isinstance(part, str) and part.endswith(".py"):
         return str(absolute_path(folder, part))
     return part
@@ -106,19 +107,19 @@ def part_name(key: str, part: Any) -> Any:
 
 def with_weights_from(folder: Path, model: Any) -> Any:
     """Return a recipe's `model` with absolute paths to weights; names of timm's weights stay as they are."""
-
-    def absolute(source: Any) -> Any:
-        source = scalar_text(source) if isinstance(source, (int, float)) else source
-        if not isinstance(source, str) or source.startswith("timm:"):
-            return source
-        return str(absolute_path(folder, source))
-
     if not isinstance(model, dict) or "weights" not in model:
         return model
     weights = model["weights"]
     if isinstance(weights, dict):  # by architecture
-        return model | {"weights": {architecture: absolute(source) for architecture, source in weights.items()}}
-    return model | {"weights": absolute(weights)}
+        return model | {"weights": {name: _with_encoder_from(folder, source) for name, source in weights.items()}}
+    return model | {"weights": _with_encoder_from(folder, weights)}
+
+
+def _with_encoder_from(folder: Path, source: Any) -> Any:
+    source = scalar_text(source) if isinstance(source, (int, float)) else source
+    if not isinstance(source, str) or source.startswith("timm:"):
+        return source
+    return str(absolute_path(folder, source))
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

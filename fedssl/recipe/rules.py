@@ -194,6 +194,8 @@ def _rules_of_aggregators(recipe: Recipe) -> Iterator[str]:
     for i, name in enumerate(names):
         if name in names[:i]:
             yield f"aggregators name {name} twice, and both would send the same: remove one of the two"
+    if recipe.engine == "flower" and any(getattr(part, "oracle", None) for part in recipe.aggregators):
+        yield "representation_mean.oracle is a folder of this machine, which engine flower's sites lack: use in-process"
     exchanging = [aggregator.name for aggregator in recipe.aggregators if aggregator.exchanges_weights]
     if len(exchanging) > 1:
         yield f"aggregators {exchanging[0]} and {exchanging[1]} both join the weights: remove one of the two"

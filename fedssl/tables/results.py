@@ -142,11 +142,29 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
     else:
         beats = "beats every baseline and every control by more than the spread"
         text = f"{name}: a collaboration gain. {method_with_value} {beats}: {listed(beaten)}."
+    if collaboration and table.ceiling is not None:
+        text += " " + _room(table, method, results, metric)
     if untrained := results.values(method, metric, "before"):
         lead, noise = _lead(reached, untrained)
         if lead <= noise:
             text += f" It is not above the untrained encoder ({format_values(metric, untrained)})."
     return text
+
+
+def _room(table: Table, method: str, results: Results, metric: str) -> str:
+    """Return a sentence on the share of the room between the best control and the ceiling that the method closes."""
+    ceiling = table.ceiling
+    assert ceiling is not None
+    if len(results.values(ceiling, metric)) < len(table.seeds):
+        return f"Runs of {ceiling} are missing, so the room above the controls is unknown."
+    best = max(table.controls, key=lambda label: fmean(results.values(label, metric)))
+    room, noise = _lead(results.values(ceiling, metric), results.values(best, metric))
+    if room <= noise:
+        return f"There is no room to close: {ceiling} is not above {best}, the best control, by more than the spread."
+    reached, lowest = results.after[method, metric], results.after[best, metric]
+    mean, spread = mean_and_spread([100 * (reached[seed] - lowest[seed]) / room for seed in table.seeds])
+    room_text = f"the {_points(room)} points between {best}, the best control, and {ceiling}"
+    return f"It closes {mean:.0f} ± {spread:.0f} % of {room_text}."
 
 
 def _lead(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from ..engines.observers import Observer
 from ..engines.time_left import format_duration
 from ..engines.workers import end_with_parent, interrupts_ignored
 from ..errors import UserError
+from ..export.encoder_folder import export_encoder, is_encoder_folder
 from ..federation import require_same_data
 from ..recipe.overrides import flatten_keys, read_values
 from ..recipe.reading import load_stored_recipe, parse_recipe
@@ -36,17 +37,21 @@ from ..run_folder.record import read_run
 from ..untrusted import own_parts
 from .files import Note, format_table, write_description, write_results
 from .results import JUDGED, Results, read_results, verdict
-from .table import Table, cell_path, cell_recipe
+from .table import Table, cell_path, cell_recipe, encoder_path
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a table, with the labels of the row and the scenario in `label` and the run's folder in `path`."""
+    """One run of a table, with the labels of the row and the scenario in `label` and the run's folder in `path`.
+
+    `oracle` is the folder of the run whose encoder it aligns to, if there is one.
+    """
 
     label: str
     seed: int
     recipe: Recipe
     path: Path
+    oracle: Path | None = None
 
     def __str__(self) -> str:
         return f"{self.label}, seed {self.seed}"
@@ -63,13 +68,14 @@ class Cell:
 
 
 def table_cells(table: Table, output: Path, overrides: Sequence[str] = ()) -> list[Cell]:
-    """Return all cells in the order in which they run: seed by seed, so that a stopped table compares all rows."""
+    """Return all cells, seed by seed, so that a stopped table compares all rows; those with an oracle run last."""
     return [
         Cell(
             f"{row.label}, {scenario.label}" if scenario.label else row.label,
             seed,
-            cell_recipe(table, row, seed, overrides, scenario),
+            cell_recipe(table, row, seed, overrides, scenario, output),
             cell_path(output, row.label, seed, scenario.label),
+            cell_path(output, row.oracle, seed, scenario.label) if row.oracle is not None else None,
         )
         for seed in table.seeds
         for scenario in table.all_scenarios
@@ -100,6 +106,7 @@ def _check_recipe(cell: Cell) -> None:
     wanted = flatten_keys(wanted)
     for key in dict.fromkeys([*wanted, *stored]):
         affects_results = key not in ("description", "clients_parallel") and not key.startswith("model.digests")
+        affects_results = affects_results and not key.endswith(".oracle")  # a path, which the table's folder decides
         if affects_results and wanted.get(key) != stored.get(key):
             raise UserError(
                 f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
@@ -215,7 +222,7 @@ def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> No
             connection.send(None)
 
     try:
-        for _ in range(jobs):
+        for _ in range(min(jobs, len(cells))):
             start_worker()
         while busy:
             for connection in cast(list[Connection], wait(list(busy))):
@@ -267,6 +274,19 @@ def _work(connection: Connection, threads: int) -> None:
             connection.send(("end", None))
 
 
+def _has_oracle(cell: Cell, progress: Progress) -> bool:
+    """Export the encoder that a cell aligns to, if that is not done; tell `progress` where it cannot be."""
+    assert cell.oracle is not None
+    encoder = encoder_path(cell.oracle)
+    try:
+        if not is_encoder_folder(encoder):
+            export_encoder(cell.oracle, encoder, trust=True)
+    except UserError as error:
+        progress.cell_ended(cell, str(error))
+        return False
+    return True
+
+
 def run_table(
     table: Table, output: Path, overrides: Sequence[str] = (), jobs: int = 1, note: Note = lambda text: None
 ) -> Path:
@@ -289,10 +309,9 @@ def run_table(
     waiting = [cell for cell in cells if not cell.finished]
     note(f"{table.name}: {len(cells)} runs, {len(cells) - len(waiting)} of them finished already; in {output}")
     progress = Progress(note, len(cells), len(waiting))
-    if jobs == 1:
-        run_here(waiting, progress)
-    else:
-        run_in_processes(waiting, min(jobs, len(waiting)), progress)
+    run = run_here if jobs == 1 else partial(run_in_processes, jobs=jobs)
+    run([cell for cell in waiting if cell.oracle is None], progress=progress)
+    run([cell for cell in waiting if cell.oracle is not None and _has_oracle(cell, progress)], progress=progress)
     results = [read_results(table, output, scenario) for scenario in table.all_scenarios]
     if any(scenario.finished for scenario in results):
         write_results(table, results, output)

@@ -47,6 +47,10 @@ class TableRow(Options):
     label: str = Field(..., pattern=NAME_PATTERN, description="the row's name")
     recipe: str = Field(..., description="a shipped recipe's name, or a path from the table's folder")
     settings: dict[str, Any] = Field({}, description="recipe values that this row changes")
+    oracle: str | None = Field(
+        None,
+        description="the row whose encoder, seed by seed, this row aligns to (representation_mean's target oracle)",
+    )
     relative_to: str | None = Field(
         None, description="in a table of resources: the row whose figures count as 1; by default this one"
     )
@@ -105,6 +109,11 @@ class Table(Options):
     controls: list[str] = Field(
         [], description="labels of rows that learn nothing from peers, which the method must beat, too"
     )
+    ceiling: str | None = Field(
+        None,
+        description="the row that has all images in one place: the verdict tells which share of the room between the "
+        "best control and it the method closes",
+    )
     settings: dict[str, Any] = Field({}, description="recipe values for all rows")
     rows: list[TableRow] = Field(..., min_length=1, description="the rows; those in neither list above are not judged")
     scenarios: list[TableScenario] = Field(
@@ -131,12 +140,18 @@ class Table(Options):
             "method": [self.method] if self.method is not None else [],
             "baselines": self.baselines,
             "controls": self.controls,
+            "ceiling": [self.ceiling] if self.ceiling is not None else [],
+            "oracle": [row.oracle for row in self.rows if row.oracle is not None],
             "paper": [label for scenario in self.all_scenarios for label in scenario.paper],
             "relative_to": [row.relative_to for row in self.rows if row.relative_to is not None],
         }
         for key, value in ((key, value) for key, values in named.items() for value in values):
             if value not in labels:
                 raise ValueError(f"{key} names {value!r}, but the rows' labels are {', '.join(labels)}")
+        if chained := [
+            row.label for row in self.rows if row.oracle in {other.label for other in self.rows if other.oracle}
+        ]:
+            raise ValueError(f"rows {chained} have as oracle a row that has one itself: name a row without")
         if (self.kind == "resources") != bool(set(RESOURCES) & set(self.metrics)):
             raise ValueError(f"metrics {', '.join(RESOURCES)} need kind: resources, and all others kind: runs")
         if self.kind == "resources":
@@ -184,11 +199,17 @@ def load_table(name_or_path: str | Path) -> Table:
 
 
 def cell_recipe(
-    table: Table, row: TableRow, seed: int, overrides: Sequence[str] = (), scenario: TableScenario | None = None
+    table: Table,
+    row: TableRow,
+    seed: int,
+    overrides: Sequence[str] = (),
+    scenario: TableScenario | None = None,
+    output: Path = Path(),
 ) -> Recipe:
     """Return the recipe of one cell: the row's recipe, changed by the settings of table, scenario, row and overrides.
 
-    Mappings are merged key by key; lists are replaced; a part with another name replaces the part.
+    Mappings are merged key by key; lists are replaced; a part with another name replaces the part. The encoder that a
+    row aligns to lies in the table's folder `output`.
 
     Raises:
         UserError: see `load_recipe`; the message names the row.
@@ -201,6 +222,12 @@ def cell_recipe(
         values = read_values(row.recipe)
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
             values = _merge(values, settings)
+        if row.oracle is not None:
+            encoder = str(encoder_path(cell_path(output, row.oracle, seed, scenario.label if scenario else "")))
+            aggregators = [dict(part) for part in values.get("aggregators", [])]
+            values["aggregators"] = [
+                part | {"oracle": encoder} if part.get("target") == "oracle" else part for part in aggregators
+            ]
         name = f"{row.label} ({scenario.label})" if scenario and scenario.label else row.label
         return complete_recipe(values | {"name": name, "seed": seed}, overrides, source=row.recipe)
     except UserError as error:
@@ -223,6 +250,11 @@ def cell_path(output: Path, label: str, seed: int, scenario: str = "") -> Path:
     """Return the run's folder of one cell, in the table's folder `output`."""
     row = output / slug(label)
     return (row / slug(scenario) if scenario else row) / f"seed-{seed}"
+
+
+def encoder_path(cell: Path) -> Path:
+    """Return the folder, beside a cell's run, of the encoder to which other rows align."""
+    return cell.with_name(f"{cell.name}-encoder")
 
 
 def slug(label: str) -> str:
