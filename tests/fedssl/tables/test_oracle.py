@@ -1,0 +1,106 @@
+"""The room above the controls: rows that align to the encoder of another row, and the share that a method closes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedssl.data.pixels import normalize
+from fedssl.errors import UserError
+from fedssl.export.encoder_folder import read_encoder
+from fedssl.federation import build_federation
+from fedssl.recipe.reading import load_stored_recipe, parse_recipe
+from fedssl.recipe.rules import check_parts
+from fedssl.run_folder.directory import RunDirectory
+from fedssl.tables.results import Results, verdict
+from fedssl.tables.runner import run_table
+from fedssl.tables.table import Table, encoder_path
+from tests.fedssl.conftest import ALIGNED, tiny_values
+
+SMALL = {
+    "preset": "digits",
+    "rounds": 2,
+    "architectures": ["small_convnet"],
+    "data": {"name": "digits", "train_limit": 200, "test_limit": 60, "public_holdout": 30},
+    "partition": {"name": "iid", "clients": 2},
+    "training": {"local_epochs": 1, "batch_size": 16},
+}
+TO_ORACLE = {"name": "representation_mean", "target": "oracle", "layer": "encoder", "kernel": "linear"}
+
+
+def table_of(settings: dict[str, Any]) -> Table:
+    central = {"partition": {"name": "iid", "clients": 1}}
+    rows = [
+        {"label": "oracle", "recipe": "hetero_ssfl_half_whitened", "oracle": "central"},
+        {"label": "central", "recipe": "centralised_byol", "settings": central | settings},
+    ]
+    rows[0]["settings"] = {"aggregators": [TO_ORACLE]}
+    return Table.model_validate({"name": "room", "seeds": [3], "metrics": ["knn"], "settings": SMALL, "rows": rows})
+
+
+def test_a_row_aligns_to_the_encoder_of_another_row_which_never_changes(tmp_path):
+    output = run_table(table_of({}), tmp_path / "out")
+    run = output / "oracle" / "seed-3"
+    public = build_federation(load_stored_recipe(RunDirectory.open(run), trust=False)).dataset.public_images
+    assert public is not None
+    with torch.no_grad():
+        expected = read_encoder(encoder_path(output / "central" / "seed-3")).network(normalize(public))
+    state = RunDirectory.open(run).server_state().tensors
+    for k in (0, 1):
+        torch.testing.assert_close(state[f"representation.{k}"], expected)
+    moved = Path(shutil.copytree(output, tmp_path / "moved"))  # the path of the encoder is the table's
+    run_table(table_of({}), moved)
+
+
+def test_rows_without_the_encoder_they_align_to_fail_and_the_others_go_on(tmp_path):
+    lines: list[str] = []
+    with pytest.raises(UserError, match=r"2 of 2 runs failed: oracle, seed 3: .*central.*; central, seed 3: .*batch"):
+        run_table(table_of({"training": {"batch_size": 500}}), tmp_path / "out", note=lines.append)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "oracle"}, "target oracle and oracle None: target oracle, and no other, needs the folder"),
+        ({"oracle": "timm:resnet18"}, "target peers and oracle timm:resnet18"),
+        ({"target": "oracle", "oracle": "encoder", "engine": "flower"}, "which engine flower's sites lack"),
+    ],
+)
+def test_an_oracle_goes_with_its_target_and_this_machine(changes, message):
+    part = {"name": "representation_mean"} | {key: value for key, value in changes.items() if key != "engine"}
+    values = ALIGNED | {"aggregators": [part], "engine": changes.get("engine", "in-process")}
+    recipe = parse_recipe(tiny_values(**values))
+    with pytest.raises(UserError, match=message):
+        check_parts(recipe)
+
+
+def test_the_verdict_says_which_share_of_the_room_is_closed():
+    labels = ("ours", "alone", "weak", "strong", "central")
+    table = Table.model_validate(
+        {
+            "name": "room",
+            "seeds": [0, 1],
+            "metrics": ["knn"],
+            "method": "ours",
+            "baselines": ["alone"],
+            "controls": ["weak", "strong"],
+            "ceiling": "central",
+            "rows": [{"label": label, "recipe": "local_only"} for label in labels],
+        }
+    )
+
+    def said(**knn: list[float]) -> str:
+        values = {(label, "knn"): dict(enumerate(reached)) for label, reached in knn.items()}
+        return verdict(table, Results(after=values))
+
+    others = {"alone": [30.0, 30.0], "weak": [20.0, 20.0], "strong": [40.0, 42.0]}
+    text = "It closes 30 ± 14 % of the 5.0 points between strong, the best control, and central."
+    assert text in said(ours=[42.0, 43.0], central=[45.0, 47.0], **others)  # 2 of 5 and 1 of 5 points, of seed 0 and 1
+    assert "There is no room to close: central is not above strong" in said(
+        ours=[42.0, 43.0], central=[42.0, 44.0], **others
+    )
+    assert "Runs of central are missing" in said(ours=[42.0, 43.0], **others)
