@@ -17,10 +17,10 @@ class Killed(BaseException):
 
 
 class KilledIn(Observer):
-    """Dies in a round after its first client has stored its state."""
+    """Dies in a round as soon as so many of its clients have stored their states."""
 
-    def __init__(self, round_number: int):
-        self.moment = (round_number, 1)
+    def __init__(self, round_number: int, done: int = 1):
+        self.moment = (round_number, done)
 
     def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if (round_number, position) == self.moment:

@@ -199,14 +199,3 @@ def test_a_parts_generator_is_of_the_seed_the_client_the_round_and_the_purpose()
         assert torch.equal(torch.rand(4, generator=local.generator(purpose)), numbers[seed, k, number, purpose])
     for one, other in itertools.combinations(numbers, 2):
         assert not torch.equal(numbers[one], numbers[other]), (one, other)
-
-
-def test_who_is_sampled_and_who_drops_out_changes_from_round_to_round(tiny):
-    clients = 6
-    partition = {"name": "iid", "clients": clients}
-    recipe = tiny(partition=partition, clients_per_round=clients // 2, client_dropout=0.5, training={"batch_size": 8})
-    federation = build_federation(recipe)
-    sampled = [federation.sampled_clients(number) for number in range(1, 9)]
-    assert len(set(map(tuple, sampled))) > 1
-    answering = [federation.answering_clients(number, list(range(clients))) for number in range(1, 9)]
-    assert len(set(map(tuple, answering))) > 1

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedssl.engines.in_process import resume, run
+from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
-from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsAfterRoundOne, contents, metric
+from tests.fedssl.engines.short_runs import SMALL, contents, metric
+from tests.fedssl.killed_runs import killed_and_resumed
 
 MANY = {
     "data": {"name": "digits", "test_limit": 20},
@@ -35,33 +36,17 @@ def test_clients_drop_out_with_their_probability_by_their_own_draw(tiny):
     sampled = {number: federation.sampled_clients(number) for number in range(1, 101)}
     answering = {number: federation.answering_clients(number, chosen) for number, chosen in sampled.items()}
     assert all(set(answering[number]) <= set(chosen) for number, chosen in sampled.items())
-    assert len({tuple(who) for who in answering.values()}) == 100
+    assert len(set(map(tuple, sampled.values()))) == len(set(map(tuple, answering.values()))) == 100
+    everybody = list(range(100))
+    assert federation.answering_clients(1, everybody) != federation.answering_clients(2, everybody)
     share = sum(map(len, answering.values())) / 2500
     assert share == pytest.approx(0.75, abs=0.03)  # three standard deviations
     # a client's draw does not depend on who else was sampled
-    for number in (1, 2):
-        for k in sampled[number]:
-            assert federation.answering_clients(number, [k]) == [k] * (k in answering[number])
-
-
-@pytest.fixture
-def broken(monkeypatch) -> set[int]:
-    """Clients whose answers hold NaN, and a loss that would stand out in a mean; a test fills the set."""
-    real, indices = Method.client_round, set()
-
-    def client_round(method, client, received, number):
-        reply = real(method, client, received, number)
-        if client.index in indices:
-            reply.tensors[next(iter(reply.tensors))].view(-1)[0] = math.nan
-            reply.metrics["loss"] = 1e9
-        return reply
-
-    monkeypatch.setattr(Method, "client_round", client_round)
-    return indices
+    assert all(federation.answering_clients(1, [k]) == [k] * (k in answering[1]) for k in sampled[1])
 
 
 @pytest.mark.parametrize("kind", [AVERAGED, ALIGNED], ids=["averaged", "aligned"])
-def test_answers_are_those_that_came_and_were_accepted(kind, broken, tiny, tmp_path):
+def test_answers_are_those_that_came_and_were_accepted(kind, tiny, tmp_path, monkeypatch):
     """Of five clients four are sampled, one drops out and one is refused: each wrong count is another number."""
     settings = kind | {"rounds": 1, "partition": {"name": "iid", "clients": 5}, "clients_per_round": 4}
     for seed in range(100):
@@ -72,7 +57,16 @@ def test_answers_are_those_that_came_and_were_accepted(kind, broken, tiny, tmp_p
         if len(answering) == 3:
             break
     refused, *counted = answering
-    broken.add(refused)
+    real = Method.client_round
+
+    def client_round(method, client, received, number):
+        reply = real(method, client, received, number)
+        if client.index == refused:
+            reply.tensors[next(iter(reply.tensors))].view(-1)[0] = math.nan
+            reply.metrics["loss"] = 1e9  # it would stand out in a mean
+        return reply
+
+    monkeypatch.setattr(Method, "client_round", client_round)
     directory = run(recipe, tmp_path / "run")
     path, (absent,) = directory.path, set(sampled) - {refused, *counted}
     assert metric(path, "answers", 1) == {"global": 2.0}
@@ -88,10 +82,7 @@ def test_answers_are_those_that_came_and_were_accepted(kind, broken, tiny, tmp_p
 def test_a_run_with_dropout_is_reproducible_and_resumes(tiny, tmp_path):
     recipe = tiny(**AVERAGED, **MANY | {"clients_per_round": 8}, client_dropout=0.3)
     stored = run(recipe, tmp_path / "a").client_rounds
-    with pytest.raises(Stopped):
-        run(recipe, tmp_path / "b", StopsAfterRoundOne())
-    resume(tmp_path / "b")
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(killed_and_resumed(recipe, tmp_path / "b")) == contents(tmp_path / "a")
     federation, answered = build_federation(recipe), set[int]()
     for number in (1, 2):
         sampled = federation.sampled_clients(number)

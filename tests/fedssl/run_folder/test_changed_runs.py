@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedssl.data.digests import DATA_DIGESTS, data_digests
+from fedssl.data.digests import DATA_DIGESTS
 from fedssl.engines import flower_module, in_process
 from fedssl.engines.in_process import resume
 from fedssl.errors import UserError
@@ -24,14 +24,15 @@ from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
-from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsAfterRoundOne, everything
+from tests.fedssl.engines.short_runs import SMALL, StopsAfterRoundOne, everything
+from tests.fedssl.killed_runs import Killed
 
 
 @pytest.fixture(scope="module")
 def stopped(tiny, tmp_path_factory) -> Path:
     """A run that was stopped after the first of two rounds."""
     path = tmp_path_factory.mktemp("stopped") / "run"
-    with pytest.raises(Stopped):
+    with pytest.raises(Killed):
         in_process.run(tiny(**SMALL), path, StopsAfterRoundOne())
     return path
 
@@ -76,12 +77,8 @@ CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "metrics with CRLF": ("metrics.csv", with_crlf),
     "metrics deleted": ("metrics.csv", Path.unlink),
     "metrics without a line": ("metrics.csv", without_a_line),
-    "metrics emptied": ("metrics.csv", lambda file: file.write_bytes(b"")),
-    "metrics a pipe": ("metrics.csv", as_a_pipe),
     "timings without a line": ("timings.csv", without_a_line),
     "fewer rounds": ("recipe.yaml", replaced("rounds: 2", "rounds: 1")),
-    "another learning rate": ("recipe.yaml", replaced("learning_rate: 0.0", "learning_rate: 0.1")),
-    "recipe a pipe": ("recipe.yaml", as_a_pipe),
     "another partition": ("partition.csv", lambda file: file.write_text("client,0\n0,5\n")),
     "a bit of the server's state": ("server", with_a_flipped_bit),
     "a bit of a client's state": ("client-0001", with_a_flipped_bit),
@@ -105,14 +102,6 @@ def test_a_changed_run_is_not_continued_and_nothing_in_it_is_lost(change, copy):
     assert everything(copy) == before
 
 
-def test_an_unchanged_run_is_continued_and_told_of_changes_when_it_has_finished(copy):
-    assert resume(copy).checkpoint.finished
-    with_crlf(copy / "metrics.csv")
-    for call in (resume, read_run):
-        with pytest.raises(UserError, match=r"metrics\.csv was changed since the run wrote it"):
-            call(copy)
-
-
 def without_digests(path: Path) -> None:
     """Make the manifest what an earlier version wrote."""
     file = path / "checkpoints" / "manifest.json"
@@ -121,15 +110,18 @@ def without_digests(path: Path) -> None:
 
 
 def test_a_run_of_an_earlier_version_is_continued_and_holds_digests_from_then_on(copy):
+    """A finished run is told of changes, too."""
     without_digests(copy)
     assert read_run(copy).last_round == 1
-    directory = resume(copy)
-    assert directory.checkpoint.finished
-    assert "metrics.csv" in directory.checkpoint.digests
+    assert resume(copy).checkpoint.finished
     RunDirectory.open(copy).require_unchanged()
     with_a_flipped_bit(file_of(copy, "server"))
     with pytest.raises(UserError, match=r"server.*was changed"):
         resume(copy)
+    with_crlf(copy / "metrics.csv")
+    for call in (resume, read_run):
+        with pytest.raises(UserError, match=r"metrics\.csv was changed since the run wrote it"):
+            call(copy)
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "timings.csv"])
@@ -146,11 +138,9 @@ def test_a_run_of_an_earlier_version_whose_log_is_too_short_is_refused(name, cop
         "[]",
         "{}[",
         "[" * 100_000,
-        '{"round": "x"}',
         '{"round": true}',
         '{"files": {"server": "../../../etc/passwd"}}',
         '{"lengths": {"metrics.csv": -1}}',
-        '{"nonsense": 1}',
         '{"round": 1' + "0" * 5000 + "}",
     ],
 )
@@ -163,16 +153,14 @@ def test_a_manifest_of_another_form_is_one_line(manifest, copy):
 
 
 def test_what_is_no_state_stays_in_the_folder_of_checkpoints(copy):
-    """Also where a received folder's checkpoints are a link to a folder of the user's."""
-    (copy / "checkpoints" / "notes.txt").write_text("precious")
-    (copy / "checkpoints" / "folder").mkdir()
-    (copy / "checkpoints" / "server.round-00000.safetensors").write_text("old")
-    (copy / "checkpoints" / "server.round-00002.safetensors.partial").write_text("torn")
+    folder = copy / "checkpoints"
+    (folder / "notes.txt").write_text("precious")
+    (folder / "folder").mkdir()
+    before = {path.name for path in folder.iterdir()}
+    (folder / "server.round-00000.safetensors").write_text("old")
+    (folder / "server.round-00002.safetensors.partial").write_text("torn")
     RunDirectory.open(copy).roll_back()
-    kept = {path.name for path in (copy / "checkpoints").iterdir() if "round" not in path.name}
-    assert kept == {"notes.txt", "folder", "manifest.json"}
-    assert not list((copy / "checkpoints").glob("*00000*"))
-    assert not list((copy / "checkpoints").glob("*.partial"))
+    assert {path.name for path in folder.iterdir()} == before
 
 
 def test_checkpoints_that_are_a_link_are_not_continued_from(copy, tmp_path):
@@ -184,9 +172,7 @@ def test_checkpoints_that_are_a_link_are_not_continued_from(copy, tmp_path):
     assert everything(tmp_path / "elsewhere") == before
 
 
-@pytest.mark.parametrize(
-    "line", ["1,²,knn,3", "1,-1,knn,3", "1,../x,knn,3", "²,0,knn,3", "-1,0,knn,3", f"1,{'9' * 5000},k,3"]
-)
+@pytest.mark.parametrize("line", ["1,²,knn,3", "1,../x,knn,3", "²,0,knn,3", "-1,0,knn,3", f"1,{'9' * 5000},k,3"])
 def test_metrics_with_a_line_that_no_run_writes_are_told(line, copy):
     without_digests(copy)
     (copy / "checkpoints" / "manifest.json").unlink()
@@ -216,7 +202,7 @@ def begun(tiny, tmp_path_factory) -> tuple[Path, Path]:
     recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 3}, evaluation=SMALL["evaluation"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        with pytest.raises(Stopped):
+        with pytest.raises(Killed):
             in_process.run(recipe, folder / "run", StopsAfterRoundOne())
     return folder / "run", folder / "images"
 
@@ -255,14 +241,12 @@ DATA_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: save_array(folder / "train" / "a" / "00b.bmp", random_pixels(8, 8, seed=50)),
         r"client 0 now has 11 images \(had 10\), client 1 no longer has",
     ),
-    "an image removed": (lambda folder: (folder / "train/a/02.bmp").unlink(), r"now has 9 images \(had 10\)"),
     "an image replaced": (lambda folder: replace(folder / "train/a/02.bmp"), rf"began: client \d {OTHERS};"),
     "of another class": (move(("train/a/28.bmp", "train/b/28.bmp")), rf"client \d {OTHERS}"),
     "a class renamed": (
         move(("train/b", "train/c"), ("test/b", "test/c")),
         rf"client 0 {OTHERS}, .*, the test set {OTHERS}",
     ),
-    "a test image replaced": (lambda folder: replace(folder / "test/b/31.bmp"), rf"began: the test set {OTHERS};"),
     "a test image removed": (
         lambda folder: (folder / "test/a/30.bmp").unlink(),
         r"began: the test set now has 9 images \(had 10\);",
@@ -277,9 +261,8 @@ def test_with_changed_data_a_run_is_not_continued_and_nothing_in_it_is_lost(chan
     with open(run / "timings.csv", "a") as file:
         file.write("2,half a li")  # which a run that goes on cuts off
     before = everything(run)
-    with pytest.raises(UserError, match=says) as caught:
+    with pytest.raises(UserError, match=f"the data of .*{says}"):
         in_process.resume(run)
-    assert "the data of" in str(caught.value)
     assert everything(run) == before
 
 
@@ -345,10 +328,3 @@ def test_a_simulation_by_flower_is_not_continued_either(run, images, monkeypatch
     monkeypatch.setattr(simulation, "_simulate", lambda *arguments: pytest.fail("the simulation began"))
     with pytest.raises(UserError, match=f"client . {OTHERS}"):
         simulation.resume(run)
-
-
-def test_images_that_change_clients_are_noticed(tiny):
-    federation = build_federation(tiny())
-    rows = federation.client_rows
-    before, now = (data_digests(federation.dataset, clients) for clients in (rows, [rows[1], rows[0], rows[2]]))
-    assert {name for name in now if now[name] != before[name]} == {"client 0", "client 1"}
