@@ -6,7 +6,6 @@ import ast
 import inspect
 import re
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from fedssl.objectives.byol import BYOL
 from fedssl.recipe.reading import parse_recipe
 from fedssl.schedules.end_to_end import EndToEnd
 from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.killed_runs import Killed, KilledIn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compose_in_python.md").read_text(encoding="utf-8")
@@ -47,16 +47,12 @@ else:
 
 
 class Imported(fedssl.Regularizer):
-    """A part of a module that defines others, too."""
+    """A part of a module."""
 
     weight: float = 1.0
 
     def start_round(self, local):
         return lambda step: self.weight * step.loss.new_zeros(())
-
-
-class Other(Imported):
-    """The other one."""
 
 
 def composed(**changes) -> fedssl.Recipe:
@@ -104,37 +100,30 @@ def test_the_program_of_the_page_runs_and_is_short(tmp_path, monkeypatch, capsys
     assert (recipe.name, recipe.preset, recipe.regularizers[0].weight) == ("fedbyol", "digits", 2.0)
 
 
-def test_a_composed_recipe_is_the_one_of_its_yaml_with_its_figures(finished, tmp_path):
-    recipe, written = composed(), parse_recipe(tiny_values(**AVERAGED))
-    assert recipe == written
+def test_a_composed_recipe_is_the_one_of_its_yaml(tmp_path):
+    recipe = composed()
+    assert recipe == parse_recipe(tiny_values(**AVERAGED))
     (tmp_path / "stored.yaml").write_text(recipe.to_yaml())
     assert fedssl.load_recipe(tmp_path / "stored.yaml") == recipe
-    fedssl.run(recipe, tmp_path / "python")
-    assert (tmp_path / "python" / "metrics.csv").read_bytes() == (finished(written) / "metrics.csv").read_bytes()
 
 
-def test_a_class_of_a_module_is_stored_by_module_and_name(tmp_path):
-    recipe = composed(regularizers=[Imported(weight=2.0), Other()])
-    assert [part.name for part in recipe.regularizers] == [f"{__name__}:Imported", f"{__name__}:Other"]
-    interrupt(recipe, tmp_path / "run")
-    assert fedssl.resume(tmp_path / "run").finished
-    assert fedssl.load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
-    with pytest.raises(fedssl.UserError, match="whose code would be run: read that code first"):
-        fedssl.evaluate(tmp_path / "run")
-
-
-def test_a_changed_module_is_refused(tmp_path, monkeypatch):
+def test_a_class_of_a_module_is_stored_by_module_and_name_and_refused_when_the_module_changes(tmp_path, monkeypatch):
     source = "from tests.fedssl.test_compose_in_python import Imported\n\n\nclass Mine(Imported):\n    pass\n"
     (tmp_path / "my_part.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     from my_part import Mine
 
-    interrupt(composed(regularizers=[Mine()]), tmp_path / "run")
+    recipe = composed(regularizers=[Mine(weight=2.0), Imported()])
+    assert [part.name for part in recipe.regularizers] == ["my_part:Mine", f"{__name__}:Imported"]
+    interrupt(recipe, tmp_path / "run")
     (tmp_path / "my_part.py").write_text(source + "\n")
     with pytest.raises(fedssl.UserError, match=r"my_part:Mine, a part of .*, was changed since the run began"):
         fedssl.resume(tmp_path / "run")
     (tmp_path / "my_part.py").write_text(source)
     assert fedssl.resume(tmp_path / "run").finished
+    assert fedssl.load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
+    with pytest.raises(fedssl.UserError, match="whose code would be run: read that code first"):
+        fedssl.evaluate(tmp_path / "run")
 
 
 def test_a_class_from_a_notebooks_cell_runs_and_resumes_in_its_process_alone(tmp_path, monkeypatch):
@@ -207,12 +196,6 @@ def test_a_class_that_is_no_part_is_refused(name, message):
 # What `import fedssl` offers to a script or notebook
 
 
-@pytest.fixture(scope="module")
-def run_folder(finished, tmp_path_factory) -> Path:
-    """A copy of the folder of a finished run."""
-    return Path(shutil.copytree(finished(parse_recipe(tiny_values())), tmp_path_factory.mktemp("library") / "run"))
-
-
 def test_every_name_is_there_documented_and_typed():
     assert fedssl.__all__ == sorted(fedssl.__all__)
     for name in fedssl.__all__:
@@ -220,27 +203,25 @@ def test_every_name_is_there_documented_and_typed():
         assert name in dir(fedssl)
     tree = ast.parse(Path(fedssl.__file__).read_text(encoding="utf-8"))
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
-    imported = [alias.name for node in typed.body for alias in node.names]
-    assert sorted(imported) == fedssl.__all__
+    assert sorted(alias.name for node in typed.body for alias in node.names) == fedssl.__all__
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = fedssl.trian
 
 
-def test_a_run_is_made_read_resumed_evaluated_and_reported(run_folder, tmp_path):
+def test_a_run_is_made_read_resumed_evaluated_and_reported(finished, tmp_path):
     """By paths and by strings of them."""
-    run = fedssl.read_run(str(run_folder))
-    (tmp_path / "tiny.yaml").write_text(parse_recipe(tiny_values()).to_yaml())
-    recipe = fedssl.load_recipe(str(tmp_path / "tiny.yaml"), ["rounds=2"])
-    made = fedssl.run(recipe, str(tmp_path / "run"))
+    (tmp_path / "tiny.yaml").write_text(parse_recipe(tiny_values(**SMALL)).to_yaml())
+    recipe = fedssl.load_recipe(str(tmp_path / "tiny.yaml"), ["rounds=1"])
+    other, path = finished(recipe), tmp_path / "run"
+    made = fedssl.run(recipe, str(path))
     assert isinstance(made, fedssl.Run)
-    assert made.finished
-    assert made.values == run.values == fedssl.resume(run_folder).values
-    measures = fedssl.evaluate(str(run_folder), semi_supervised=[0.5])
-    assert measures["mean"]["knn"] == pytest.approx(run.evaluated("knn", "after"), abs=0.006)
+    assert made.values == fedssl.read_run(str(other)).values == fedssl.resume(path).values
+    measures = fedssl.evaluate(str(path), semi_supervised=[0.5])
+    assert measures["mean"]["knn"] == pytest.approx(made.evaluated("knn", "after"), abs=0.006)
     assert "semi_supervised_0.5" in measures["0"]
     short = {"collapse": False, "images": False}
-    assert fedssl.write_report(run_folder, **short) == run_folder / "report.html"
-    both = fedssl.write_report([str(run_folder), tmp_path / "run"], str(tmp_path / "both.html"), **short)
+    assert fedssl.write_report(path, **short) == path / "report.html"
+    both = fedssl.write_report([str(path), other], str(tmp_path / "both.html"), **short)
     assert both == tmp_path / "both.html"
     assert both.is_file()
 

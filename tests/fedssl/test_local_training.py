@@ -120,12 +120,7 @@ def test_a_round_is_these_steps(optimizer, tiny):
 
 def test_equal_steps_whatever_the_number_of_images(tiny):
     """Clients of 41 and 19 images with batches of 8: seven steps are one and a half and three and a half passes."""
-    recipe = tiny(
-        **AVERAGED,
-        data={"name": "digits", "train_limit": 60, "test_limit": 20},
-        partition={"name": "iid", "clients": 2},
-        training={"local_epochs": 9, "local_steps": 7, "batch_size": 8},
-    )
+    recipe = tiny(**AVERAGED, training={"local_epochs": 9, "local_steps": 7, "batch_size": 8})
     federation = build_federation(recipe)
     federation = dataclasses.replace(federation, client_rows=[torch.arange(41), torch.arange(41, 60)])
     for k in (0, 1):
@@ -139,6 +134,11 @@ def test_equal_steps_whatever_the_number_of_images(tiny):
     local = LocalRound(server, Message(), 0, recipe.seed, recipe.objective, recipe.augmentation)
     train_before_rounds(local, recipe.training, epochs=3)
     assert local.logged()["flops"] == pytest.approx(3 * 2 * cost.flops)
+    # an empty batch would train on nothing and end in a loss of nan
+    client = dataclasses.replace(client, images=client.images[:7], labels=client.labels[:7])
+    local = LocalRound(client, Message(), 1, recipe.seed, recipe.objective, recipe.augmentation)
+    with pytest.raises(UserError, match=r"7 images, fewer than training\.batch_size 8"):
+        train_locally(local, recipe.training, [], rounds=1)
 
 
 def test_equal_steps_go_through_the_images_in_new_orders():
@@ -151,17 +151,6 @@ def test_equal_steps_go_through_the_images_in_new_orders():
     assert batches[0].tolist() != batches[2].tolist()
     fewer = list(round_batches(10, 4, 1, 1, torch.Generator().manual_seed(0)))
     assert [batch.tolist() for batch in fewer] == [expected[0].tolist()]
-
-
-def test_too_few_images_for_a_batch_are_refused(tiny):
-    """An empty batch would train on nothing and end in a loss of nan."""
-    assert epoch_batches(3, 4, torch.Generator()) == []
-    recipe = tiny(training={"local_steps": 3, "batch_size": 8})
-    client = build_federation(recipe).client(0, Message())
-    client = dataclasses.replace(client, images=client.images[:7], labels=client.labels[:7])
-    local = LocalRound(client, Message(), 1, recipe.seed, recipe.objective, recipe.augmentation)
-    with pytest.raises(UserError, match=r"7 images, fewer than training\.batch_size 8"):
-        train_locally(local, recipe.training, [], rounds=1)
 
 
 class Explodes(Regularizer):
@@ -257,36 +246,26 @@ def rates(monkeypatch) -> Iterator[dict[int, set[float]]]:
     handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "schedule", "expected"),
-    [
-        ("sgd", "cosine", COSINE_OF_FOUR_ROUNDS),
-        ("adamw", "cosine", COSINE_OF_FOUR_ROUNDS),
-        ("adam", "constant", [RATE] * 4),
-    ],
-)
-def test_a_round_has_the_rate_of_its_number(optimizer, schedule, expected, tiny, rates):
-    options = training(optimizer=optimizer, learning_rate_schedule=schedule)
-    train_rounds(build_federation(tiny(**SETTINGS, training=options)), rounds=4)
-    assert {number: list(rate) for number, rate in rates.items()} == {
-        number: pytest.approx([rate], rel=1e-12) for number, rate in enumerate(expected, start=1)
-    }
-
-
-def test_the_round_counts_and_not_how_often_a_client_took_part(tiny, tmp_path, rates):
-    recipe = tiny(**SETTINGS, clients_per_round=1, training=training())
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_round_counts_and_not_how_often_a_client_took_part(optimizer, tiny, tmp_path, rates):
+    """One of two clients a round: all groups of the optimiser have the rate of the round's number."""
+    recipe = tiny(**SETTINGS, clients_per_round=1, training=training(optimizer=optimizer))
     run(recipe, tmp_path / "run")
     federation = build_federation(recipe)
     assert len({tuple(federation.sampled_clients(number)) for number in (1, 2, 3, 4)}) == 2
-    assert [next(iter(rates[number])) for number in (1, 2, 3, 4)] == pytest.approx(COSINE_OF_FOUR_ROUNDS)
+    assert all(len(rates[number]) == 1 for number in (1, 2, 3, 4))
+    assert [next(iter(rates[number])) for number in (1, 2, 3, 4)] == pytest.approx(COSINE_OF_FOUR_ROUNDS, rel=1e-12)
 
 
-def test_what_the_server_trains_before_the_rounds_has_the_full_rate(tiny, rates):
+def test_a_constant_rate_and_that_of_what_the_server_trains_before_the_rounds_is_the_full_one(tiny, rates):
     simclr = {"name": "simclr", "hidden_features": 16, "output_features": 8}
     aggregators = ["weighted_mean", {"name": "base_model", "epochs": 1}]
     recipe = tiny(**SETTINGS | {"objective": simclr, "aggregators": aggregators}, training=training())
     build_federation(recipe).method.initial_state()
     assert rates == {-1: {RATE}}
+    constant = training(learning_rate_schedule="constant")
+    train_rounds(build_federation(tiny(**SETTINGS, training=constant)), rounds=2)
+    assert rates == {-1: {RATE}, 1: {RATE}, 2: {RATE}}
 
 
 # Freed memory
@@ -313,10 +292,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_steps_find_their_memory_again(monkeypatch):
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
-
-    found = []
-    for seed in "02":  # without the function both ask again and others do not: it depends on what the imports left
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-        done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
-        found.append(int(done.stdout))
-    assert max(found) < 1000  # of 140,000 pages that these steps write into
+    # without the function it asks again with this seed and not with others: it depends on what the imports left
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000  # of 140,000 pages that these steps write into
