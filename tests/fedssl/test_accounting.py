@@ -101,8 +101,7 @@ def test_clients_with_equal_steps_are_counted_once(tiny, monkeypatch):
 @pytest.mark.parametrize("name", ["fedca", "lw_fedssl", "hetero_ssfl"])
 def test_what_a_round_takes_does_not_depend_on_what_was_counted_before(name, monkeypatch):
     """Terms that begin later, stages, unequal clients: every client's figures are those of its own count."""
-    partition = "partition={name: dirichlet, clients: 3, alpha: 0.5, min_samples: 10}"
-    logged = []
+    logged, partition = [], "partition={name: dirichlet, clients: 3, alpha: 0.5, min_samples: 10}"
     for remembered in (True, False):
         training.STEP_COSTS.clear()
         if not remembered:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import runpy
 import sys
 from pathlib import Path
 
@@ -28,22 +27,6 @@ from tests.fedssl.killed_runs import Killed, KilledIn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compose_in_python.md").read_text(encoding="utf-8")
 PROGRAM, REPLACED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SCRIPT = """
-from pathlib import Path
-
-import fedssl
-from tests.fedssl.test_compose_in_python import Imported, interrupt
-
-
-class Mine(Imported):
-    pass
-
-
-if again:
-    fedssl.resume("run")
-else:
-    interrupt(fedssl.load_recipe("tiny.yaml").model_copy(update={"regularizers": [Mine()]}), Path("run"))
-"""
 
 
 class Imported(fedssl.Regularizer):
@@ -57,7 +40,6 @@ class Imported(fedssl.Regularizer):
 
 def composed(**changes) -> fedssl.Recipe:
     """The tiny recipe with averaged weights, of Python objects."""
-    values = tiny_values(**AVERAGED | changes)
     by_part = {
         "objective": BYOL(hidden_features=32, output_features=16),
         "augmentation": RandomViews(flip=0.0),
@@ -65,20 +47,22 @@ def composed(**changes) -> fedssl.Recipe:
         "aggregators": [WeightedMean()],
         "local_update": Replace(),
     }
-    return fedssl.Recipe(**values | by_part | changes)
+    return fedssl.Recipe(**tiny_values() | by_part | changes)
 
 
-def in_a_cell() -> type[fedssl.Regularizer]:
-    """A class as a notebook's cell defines it."""
-    cell = """
+CELL = """
 class Cell(Regularizer):
     weight: float = 1.0
 
     def start_round(self, local):
         return lambda step: self.weight * step.loss
 """
+
+
+def in_a_cell() -> type[fedssl.Regularizer]:
+    """A class as a notebook's cell defines it."""
     namespace = {"__name__": "__main__", "Regularizer": fedssl.Regularizer}
-    exec(cell, namespace)
+    exec(CELL, namespace)
     return namespace["Cell"]
 
 
@@ -144,30 +128,23 @@ def test_a_class_from_a_notebooks_cell_runs_and_resumes_in_its_process_alone(tmp
 
 
 def test_a_script_resumes_what_it_began_until_it_changes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(composed().to_yaml())
     script = tmp_path / "script.py"
-
-    def run_script(text, again):
-        script.write_text(text)
-        runpy.run_path(str(script), {"again": again}, run_name="__main__")
-
-    run_script(SCRIPT, again=False)
-    with pytest.raises(fedssl.UserError, match=r"__main__:Mine, a part of run/recipe.yaml, was changed since the run"):
-        run_script(SCRIPT + "# changed\n", again=True)
-    run_script(SCRIPT, again=True)
-    assert fedssl.read_run("run").finished
-
-
-PROCESSES = {"training": {"batch_size": 8, "processes": 2}}
+    script.write_text(CELL)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    interrupt(composed(regularizers=[in_a_cell()()]), tmp_path / "run")
+    script.write_text(CELL + "# changed\n")
+    in_a_cell()
+    with pytest.raises(fedssl.UserError, match=r"__main__:Cell, a part of .*recipe.yaml, was changed since the run"):
+        fedssl.resume(tmp_path / "run")
+    script.write_text(CELL)
+    assert fedssl.resume(tmp_path / "run").finished
 
 
-@pytest.mark.parametrize("changes", [{"clients_parallel": 2}, PROCESSES, {"engine": "flower"}], ids=str)
-def test_other_processes_cannot_have_a_class_from_a_cell(changes):
-    recipe = composed(regularizers=[in_a_cell()()], **changes)
-    refusal = r"^[^\n]*class Cell was defined in a notebook or a script, which other"
-    with pytest.raises(fedssl.UserError, match=refusal):
-        build_federation(recipe)
+def test_other_processes_cannot_have_a_class_from_a_cell():
+    for changes in ({"clients_parallel": 2}, {"training": {"batch_size": 8, "processes": 2}}, {"engine": "flower"}):
+        recipe = composed(regularizers=[in_a_cell()()], **changes)
+        with pytest.raises(fedssl.UserError, match=r"^[^\n]*class Cell was defined in a notebook or a script, which"):
+            build_federation(recipe)
 
 
 def test_a_name_of_a_module_and_a_class_is_not_run_unasked(tmp_path):

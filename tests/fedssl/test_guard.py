@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from unittest.mock import call, create_autospec
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ BROKEN = [
     (answer({NAME: torch.tensor([[math.nan, math.inf, 0]] * 2)}), "holds NaN"),
     (with_entry(-1e30), "holds 1e+30 in magnitude, more than 1e+06"),
     (answer({"online.count": torch.tensor(-(2**62))}), "online.count holds 4.61e+18 in magnitude, more than 9.01e+15"),
+    (answer({"online.half": torch.full((2,), 3e38).bfloat16()}), "online.half holds 3e+38 in magnitude"),
     (answer({NAME: torch.ones(3, 2)}), f"{NAME} has shape [3, 2], expected [2, 3]"),
     (answer({NAME: torch.ones(6)}), "has shape [6], expected [2, 3]"),
     (answer({NAME: torch.ones(2, 3).long()}), "has dtype torch.int64, expected torch.float32"),
@@ -64,7 +66,8 @@ BROKEN = [
 @pytest.mark.parametrize(("reply", "reason"), BROKEN)
 def test_what_is_refused_and_why(reply, reason):
     replies = {0: answer(), 3: reply, 5: answer()}
-    refused = refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6)
+    expected = EXPECTED | ({"online.half": (2,)} if "online.half" in reply.tensors else {})
+    refused = refusals(SERVER, replies, Asked({0: EXPECTED, 3: expected, 5: EXPECTED}), 1e6)
     assert list(refused) == [3]
     assert reason in refused[3]
     assert len(refused[3]) <= 500
@@ -77,6 +80,9 @@ def test_sound_answers_pass():
     assert refusals(SERVER, unknown, Asked({0: EXPECTED}, complete=False), 1e6) == {}
     large = {0: answer(metrics={"flops": 1e15})}  # what is only logged: a round of a ResNet-18
     assert refusals(SERVER, large, Asked({0: EXPECTED}), 1e6) == {}
+    # representations of different architectures may differ by any factor
+    replies = {k: Message({f"r.{k}": torch.full((2, 2), 9e5 if k == 7 else 2.0)}, {"samples": 1.0}) for k in (3, 5, 7)}
+    assert refusals(Message(), replies, Asked({k: {f"r.{k}": (2, 2)} for k in replies}), 1e6) == {}
 
 
 @pytest.mark.parametrize(
@@ -102,12 +108,6 @@ def test_a_magnitude_far_above_the_others_is_refused(values, server, refused):
     replies = {k: Message({"w": torch.tensor([0.0, -value])}, {"samples": 1.0}) for k, value in enumerate(values)}
     asked = Asked({k: {"w": (2,)} for k in replies})
     assert list(refusals(Message({"w": torch.tensor([float(server)])}), replies, asked, 1e6)) == refused
-
-
-def test_representations_of_different_architectures_may_differ_by_any_factor():
-    replies = {k: Message({f"r.{k}": torch.full((2, 2), 9e5 if k == 7 else 2.0)}, {"samples": 1.0}) for k in (3, 5, 7)}
-    asked = Asked({k: {f"r.{k}": (2, 2)} for k in replies})
-    assert refusals(Message(), replies, asked, 1e6) == {}
 
 
 @pytest.mark.parametrize("name", ["online.norm.running_var", "online.norm.num_batches_tracked"])
@@ -146,12 +146,6 @@ def test_a_size_that_all_share_is_the_servers_or_what_most_have(sizes, known, re
     assert refusals(Message(), replies, asked, 1e6) == {
         k: f"r.{k} has shape {list(sizes[k])}, expected [{wanted}, any]" for k in refused
     }
-
-
-def test_half_precision_is_measured_too():
-    server = Message({NAME: torch.zeros(2, dtype=torch.bfloat16)})
-    replies = {0: Message({NAME: torch.tensor([1.0, 3e38], dtype=torch.bfloat16)}, {"samples": 1.0})}
-    assert "in magnitude" in refusals(server, replies, Asked({0: {NAME: (2,)}}), 1e6)[0]
 
 
 def test_the_server_forgets_the_metrics_and_refusals_of_the_round_before(tiny):
@@ -218,19 +212,11 @@ def with_nan(reply):
     next(tensor for tensor in reply.tensors.values() if tensor.is_floating_point()).view(-1)[:1] = math.nan
 
 
-class Told(Observer):
-    def __init__(self):
-        self.warnings = []
-
-    def warn(self, text):
-        self.warnings.append(text)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_client_is_left_out_by_every_aggregator(kind, tiny, tmp_path, monkeypatch):
     """Broken from the opening round on, if there is one: the run is that of the others, and ends sound."""
     given = break_client(monkeypatch, 1, with_nan, {0, 1, 2})
-    told = Told()
+    told = create_autospec(Observer, instance=True)
     recipe = tiny(**KINDS[kind] | SMALL)
     directory = run(recipe, tmp_path / "a", told)
     rounds = [0, 1, 2] if build_federation(recipe).method.opening_round else [1, 2]
@@ -241,16 +227,14 @@ def test_a_broken_client_is_left_out_by_every_aggregator(kind, tiny, tmp_path, m
     with open(tmp_path / "a" / "refused.csv", newline="") as file:
         reasons = list(csv.DictReader(file))
     assert [(row["round"], row["client"]) for row in reasons] == [(str(r), "1") for r in rounds]
-    assert told.warnings == [
-        f"round {row['round']}: the answer of client 1 is left out: {row['reason']}" for row in reasons
+    assert told.warn.mock_calls == [
+        call(f"round {row['round']}: the answer of client 1 is left out: {row['reason']}") for row in reasons
     ]
     server = directory.server_state()
     assert refused_in(server) == {1: reasons[-1]["reason"]}
     for state in (server, *(directory.client_state(k) for k in range(3))):
         assert all(tensor.isfinite().all() for tensor in state.tensors.values())
     assert not directory.client_state(1).tensors  # its rounds do not count
-    for who in {who for _, who, metric, _ in rows if metric == "knn"}:
-        assert any(r == 2 and w == who and m == "knn" and v >= 0 for r, w, m, v in rows)
 
 
 @pytest.mark.parametrize("kind", [ALIGNED, {"aggregators": [{"name": "dictionary", "samples": 8}], **SIMCLR}])
@@ -262,10 +246,10 @@ def test_representations_of_a_wrong_size_expel_only_their_sender(kind, tiny, tmp
         reply.tensors[name] = torch.ones(5, 3)
 
     break_client(monkeypatch, 0, cut, {0, 1, 2})
-    told = Told()
+    told = create_autospec(Observer, instance=True)
     run(tiny(**kind | SMALL, rounds=1, partition={"name": "iid", "clients": 2}), tmp_path / "a", told)
-    assert told.warnings
-    assert all("the answer of client 0 is left out: " in warning for warning in told.warnings)
+    assert told.warn.mock_calls
+    assert all("the answer of client 0 is left out: " in warning.args[0] for warning in told.warn.mock_calls)
 
 
 @pytest.mark.parametrize("name", ["fedema", "orchestra", "fedca"])
@@ -281,18 +265,6 @@ def test_a_method_that_remembers_goes_on_without_a_broken_client(name, tmp_path,
     for state in (directory.server_state(), directory.client_state(0), directory.client_state(1)):
         assert state.tensors
         assert all(tensor.isfinite().all() for tensor in state.tensors.values())
-
-
-def test_the_global_model_is_that_of_the_sound_clients(tiny, tmp_path, monkeypatch):
-    """One round with client 1 refused: by hand the mean of the other two."""
-    break_client(monkeypatch, 1, with_nan, {1})
-    recipe = tiny(**AVERAGED | SMALL, rounds=1)
-    directory = run(recipe, tmp_path / "a")
-    samples = [len(rows) for rows in build_federation(recipe).client_rows]
-    name = "online.encoder.blocks.0.weight"
-    zero, two = (directory.client_state(k).tensors["model/" + name].double() for k in (0, 2))
-    mean = (samples[0] * zero + samples[2] * two) / (samples[0] + samples[2])
-    torch.testing.assert_close(directory.server_state().tensors[name].double(), mean, atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,7 @@ from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.every_tensor import assert_same
 from tests.fedssl.engines.short_runs import SMALL
-
-
-def states(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in (path / "checkpoints").iterdir() if file.suffix == ".safetensors"}
+from tests.fedssl.killed_runs import contents
 
 
 class Gauge(Observer):
@@ -65,7 +61,7 @@ def test_on_the_disk_memory_does_not_grow_with_the_clients(place, clients, least
     recipe = tiny(data=data, partition={"name": "iid", "clients": clients}, rounds=1, client_states=place)
     seen = Gauge()
     directory = run(recipe, tmp_path / "run", seen)
-    assert len(states(directory.path)) == clients + 1
+    assert len(contents(directory.path)) == clients + 2
     assert seen.models[1] - seen.models[0] <= 1  # that of the client before, which the next one replaces
     state = directory.client_state(0).num_bytes
     assert least * state <= seen.tensor_bytes[1] - seen.tensor_bytes[0] < most * state
@@ -74,8 +70,7 @@ def test_on_the_disk_memory_does_not_grow_with_the_clients(place, clients, least
 def test_both_places_give_the_same_run(finished, tiny):
     changes = AVERAGED | SMALL | {"clients_per_round": 2, "rounds": 4}
     disk, memory = (finished(tiny(**changes, client_states=place)) for place in ("disk", "memory"))
-    assert states(disk) == states(memory)
-    assert (disk / "metrics.csv").read_bytes() == (memory / "metrics.csv").read_bytes()
+    assert contents(disk) == contents(memory)
 
 
 def test_a_state_in_memory_is_the_keepers_own(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.models.data_parallel import visible_device
 from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.short_runs import contents
 from tests.fedssl.killed_runs import killed_and_resumed
@@ -54,11 +54,6 @@ def recipe_of(noisy):
     return build
 
 
-def metrics_of(path: Path) -> dict[tuple[str, ...], float]:
-    lines = [line.split(",") for line in (path / "metrics.csv").read_text().splitlines()[1:]]
-    return {tuple(keys): float(value) for *keys, value in lines}
-
-
 @pytest.mark.parametrize("method", ["lw_fedssl", "centralised", "personal"])
 def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, finished, tmp_path):
     """Up to float32's rounding, which the steps of two rounds enlarge."""
@@ -75,7 +70,7 @@ def test_two_processes_a_client_give_the_run_of_one(method, recipe_of, finished,
             compared += tensor.numel()
         assert alone.numbers == pytest.approx(shared.numbers, rel=1e-3)
     assert compared > 1000
-    expected, got = metrics_of(one.path), metrics_of(two.path)
+    expected, got = read_run(one.path).values, read_run(two.path).values
     assert expected.keys() == got.keys()
     for key, value in expected.items():
         if key[2] == "memory":  # of one process

@@ -81,16 +81,18 @@ class Mine(Regularizer):
 """
 
 
-FAILS = RuntimeError, r"client \d: (?s:.*)mine\.py(?s:.*)ZeroDivisionError: in my part"
-DIES = UserError, r"the worker process of client \d was ended by signal SIGKILL: most likely"
+TOLD = {
+    "fails": (RuntimeError, r"client \d: (?s:.*)mine\.py(?s:.*)ZeroDivisionError: in my part"),
+    "dies": (UserError, r"the worker process of client \d was ended by signal SIGKILL: most likely"),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("what", ["fails", "dies"])
+@pytest.mark.parametrize("what", TOLD)
 def test_an_error_comes_with_its_traceback_and_a_process_that_dies_is_named(what, way, recipe_of, tmp_path):
     """Another process of the same client loses it in the middle of an exchange, and fails too."""
     (tmp_path / "mine.py").write_text(PART)
-    kind, told = FAILS if what == "fails" else DIES
+    kind, told = TOLD[what]
     with pytest.raises(kind, match=told):
         run(recipe_of(way, regularizers=[{"name": str(tmp_path / "mine.py"), "what": what}]), tmp_path / "a")
     assert multiprocessing.active_children() == []

@@ -10,7 +10,7 @@ import pytest
 from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.run_folder import creation
-from fedssl.run_folder.creation import alone_in, default_folder, new_run, refuse_existing
+from fedssl.run_folder.creation import alone_in, default_folder, refuse_existing
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.short_runs import everything
 
@@ -57,31 +57,12 @@ def test_a_run_is_replaced_only_where_asked(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_folders_with_similar_names_stay(tmp_path):
-    for name in ("a.preparing", ".a.preparing", "a.replaced"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("precious")
-    before = everything(tmp_path)
-    RunDirectory.create(tmp_path / "a", FILES)
-    RunDirectory.create(tmp_path / "a", FILES, overwrite=True)
-    assert everything(tmp_path).items() >= before.items()
-
-
 def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
     RunDirectory.create(tmp_path / "a", FILES)
     for inside in (tmp_path / "a", tmp_path / "a" / "checkpoints"):
         monkeypatch.chdir(inside)
         with pytest.raises(UserError, match="is the working folder or one above it"):
             refuse_existing(tmp_path / "a", overwrite=True)
-
-
-def test_a_run_in_progress_is_not_replaced(tiny, tmp_path):
-    """It is refused before the data are loaded."""
-    with new_run(tmp_path / "a", FILES):
-        before = everything(tmp_path)
-        with pytest.raises(UserError, match="another process is at work on this run"):
-            in_process.run(tiny(), tmp_path / "a", overwrite=True)
-        assert everything(tmp_path) == before
 
 
 def test_a_run_that_begins_while_another_is_prepared_is_not_replaced(tmp_path, monkeypatch):

@@ -71,8 +71,7 @@ def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "message"),
-    [(errno.ENOSPC, "no space left to write .*file: free"), (errno.EIO, "cannot be written: In")],
+    ("number", "message"), [(errno.ENOSPC, "no space left to write .*file: free"), (errno.EIO, "cannot be written: In")]
 )
 def test_a_write_that_fails_keeps_the_old_file(number, message, tmp_path, monkeypatch):
     path = tmp_path / "file"
@@ -164,9 +163,7 @@ def test_a_run_has_what_its_folder_holds(finished, tmp_path):
     assert finished.spectra == {"0": [2.0, 1.0]}
     assert finished.values[2, "1", "knn"] == 54.0
     assert [finished.architecture_of(k) for k in range(3)] == ["small_convnet", "small_convnet_wide", "small_convnet"]
-
-
-def test_the_global_model_stands_for_the_run_and_otherwise_the_mean(finished):
+    # the global model stands for the run, and otherwise the mean
     assert finished.overall("knn") == {0: 41.0, 2: 60.0}
     assert finished.overall("no such metric") == {}
     assert finished.evaluated("knn", "before") == 41.0
