@@ -157,12 +157,18 @@ def test_every_operator_has_its_file_and_ours_comes_first() -> None:
             assert one.work is None or one.work.rate in ("copy", "bf16", "tf32", "fp32")
 
 
-def test_what_is_not_installed_fails_or_lasts_too_long_is_reported() -> None:
+def test_what_is_not_installed_fails_or_lasts_too_long_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     absent = Implementation("absent", lambda inputs: {}, package="no-such-distribution")
-    request = {"operator": "delta_gram", "index": 99, "threads": 1, "repeats": 1, "quick": True, "curve": False}
+    request = {"threads": 1, "task": "memory"}
     assert measure._memory_row(absent, request)["status"] == "not installed"
-    request |= {"task": "memory", "names": []}
-    assert measure._child(request, 60.0)["status"] == "failed: IndexError: tuple index out of range"
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Traceback >&2\necho IndexError: 99 >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(measure.sys, "executable", str(python))
+    assert measure._child(request, 60.0)["status"] == "failed: IndexError: 99"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
     assert measure._child(request, 0.01)["status"].startswith("not ready after")
 
 

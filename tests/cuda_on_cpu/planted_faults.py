@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tests.cuda_on_cpu.emulation import CUDA
 
-# As a patch: the file, the kernel, the dtypes or the case that it concerns, and in brackets the operator whose self-test
+# As a patch: the file, the kernel, the dtypes or the case that it concerns, in brackets the operator whose self-test
 # must find it; then a text that the file holds once, and what replaces it, where FAULT is true while that fault is on.
 _PATCH = """
 client_weights.cu: client_weights_kernel, all (client_weights)

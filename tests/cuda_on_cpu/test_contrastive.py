@@ -178,25 +178,16 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, inputs):
         super().__init__()
-        self.storages = {one.untyped_storage()._cdata: 0 for one in inputs}
-        self.live = self.most = 0
+        self.live, self.most = {one.untyped_storage()._cdata: 0 for one in inputs}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self.add(tensor.untyped_storage())
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.most = max(self.most, sum(self.live.values()))
         return result
-
-    def add(self, storage):
-        if storage._cdata not in self.storages:
-            self.storages[storage._cdata] = storage.nbytes()
-            self.live += storage.nbytes()
-            self.most = max(self.most, self.live)
-            weakref.finalize(storage, self.drop, storage._cdata)
-
-    def drop(self, key):
-        self.live -= self.storages.pop(key)
 
 
 def no_operator(*_):

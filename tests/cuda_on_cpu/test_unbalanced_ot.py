@@ -12,7 +12,6 @@ from tests.cuda_on_cpu.planted_faults import OF_ORDERS, number_of
 WIDE = torch.float64
 TEAM = (3, 20, 130), torch.float32, (1e-3, 40)
 BLOCKS = (2, 100, 97), WIDE, (1e-4, 20)
-LIMIT = {"shared_limit": 48 << 10}
 TEAMS = [{"multiprocessors": 1}, {"multiprocessors": 3}]  # one team for three problems, and two teams
 
 
@@ -63,16 +62,13 @@ def check_problem(bindings, shape, dtype, options, **device):
         ((2, 9, 33), WIDE, (1e-6,), {}),
         ((2, 64, 64), torch.float32, (1e-6,), {}),
         ((2, 65, 70), WIDE, (1e-6,), {}),
-        ((2, 128, 128), torch.float32, (1e-6,), {}),
-        ((2, 127, 101), WIDE, (1e-6,), {}),
+        ((1, 128, 128), torch.float32, (1e-6,), {}),
+        ((1, 127, 101), WIDE, (1e-6,), {}),
         ((2, 3, 128), WIDE, (1e-6,), {}),
         ((2, 128, 3), torch.float32, (1e-6,), {}),
         ((1, 30, 25), WIDE, (1e-12,), {}),
         # wherever the entries lie
-        ((2, 100, 97), WIDE, (1e-4,), {}),
-        ((2, 100, 97), WIDE, (1e-4,), {"shared_limit": 163 << 10}),
-        ((2, 100, 97), WIDE, (1e-4,), {"shared_limit": 99 << 10}),
-        (*BLOCKS, LIMIT),
+        *((*BLOCKS, {"shared_limit": kilobytes << 10}) for kilobytes in (227, 163, 99, 48)),
         # by a team of blocks
         ((1, 129, 40), torch.float32, (1e-3,), {"multiprocessors": 1}),
         ((3, 40, 131), torch.float32, (1e-3,), {"multiprocessors": 1}),
@@ -139,7 +135,7 @@ def test_an_optimum_of_zero_is_reached(bindings, rows, columns, scale):
         ("the turns of sums", TEAM, TEAMS),
         ("the last wait", TEAM, TEAMS),
         ("scratch of its own", TEAM, TEAMS),
-        ("scratch of its own", BLOCKS, [LIMIT]),
+        ("scratch of its own", BLOCKS, [{"shared_limit": 48 << 10}]),
     ],
 )
 def test_a_missing_barrier_or_shared_scratch_is_found(card, name, case, devices):
