@@ -2,7 +2,6 @@
 
 import csv
 import json
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
 
 from benchmarks import simulation, simulation_peers, simulation_tables
-from benchmarks.phases import PHASES, PhaseClock, Place
+from benchmarks.phases import PHASES, PhaseClock, Place, require_calls
 from benchmarks.simulation import Simulation, Sizes, measure_rounds
 from benchmarks.simulation_peers import LocalTraining, Loop
 from fedssl.objectives.byol import BYOL
@@ -24,24 +23,12 @@ TINY = Simulation("fedbyol", ("small_convnet",), 4, 2)
 TINY_TRAINING = LocalTraining("byol", "small_convnet", 4, 2, "cpu")
 
 
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 # ---- the phases ---------------------------------------------------------------------------------------------
 
 
 def test_a_call_within_a_phase_belongs_to_it() -> None:
-    now = Clock()
-    clock = PhaseClock(CPU, now)
-
-    def spend(seconds: float) -> None:
-        now.now += seconds
-
+    spent: list[float] = []
+    clock, spend = PhaseClock(CPU, lambda: sum(spent)), spent.append
     inner = clock.timed(Place("augment", "x:inner"), lambda: spend(2))
 
     def outer() -> None:
@@ -53,6 +40,13 @@ def test_a_call_within_a_phase_belongs_to_it() -> None:
     inner()
     assert clock.take() == ({"regularizer": 7.0, "augment": 2.0}, {"x:outer": 1, "x:inner": 2})
     assert clock.take() == ({}, {})
+
+
+def test_a_function_that_a_round_did_not_call_is_named() -> None:
+    timed = [Place("forward", "x:f"), Place("EMA", "x:g")]
+    require_calls(timed, {"x:f": 1, "x:g": 2})
+    with pytest.raises(LookupError, match=r"^x:g was not called in a round, so the time of 'EMA' is unknown"):
+        require_calls(timed, {"x:f": 1})
 
 
 @pytest.mark.parametrize("one", simulation.sizes("cpu", True).simulations, ids=lambda one: one.recipe)
@@ -93,6 +87,14 @@ def test_everyone_trains_the_same_network(name: str, objective: str) -> None:
     loop = simulation_peers.make_loop(name, training, [])
     assert loop.parameters == simulation_peers.make_loop("fedssl", training, []).parameters
     loop.run()
+
+
+def test_a_peer_with_another_network_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = {"fedssl": Loop(int, 10), "lightly": Loop(int, 10), "kornia": Loop(int, 9)}
+    monkeypatch.setattr(simulation, "missing_package", lambda name: None)
+    monkeypatch.setattr(simulation, "make_loop", lambda name, *_: loops[name])
+    with pytest.raises(ValueError, match="kornia must train as many parameters as fedssl, 10, got 9"):
+        simulation.measure_training(TINY_TRAINING, 1, [])
 
 
 def test_loops_run_in_turn_and_a_missing_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

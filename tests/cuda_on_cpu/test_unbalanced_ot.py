@@ -141,5 +141,5 @@ def test_an_optimum_of_zero_is_reached(bindings, rows, columns, scale):
 def test_a_missing_barrier_or_shared_scratch_is_found(card, name, case, devices):
     """Only the two orders show it."""
     card.plant(number_of(next(fault for fault in OF_ORDERS if fault.family == name)))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):  # the latter where a barrier waits for ever
         [check_problem(card, *case, **device) for device in devices]
