@@ -49,11 +49,9 @@ def test_the_implementations_agree_with_the_truth(operator: str, index: int, mon
         assert ("share" in row) == (measured.get("work", {}).get("rate") in REHEARSAL.rates)
 
 
-REHEARSE = ("--device", "cuda", "--rehearse")
-
-
 def test_a_run_without_time_says_so(tmp_path: Path) -> None:
-    assert command.main(["delta_gram", *REHEARSE, "--seconds", "-1", "--output", str(tmp_path)]) == 1
+    rehearse = "--device", "cuda", "--rehearse"
+    assert command.main(["delta_gram", *rehearse, "--seconds", "-1", "--output", str(tmp_path)]) == 1
     (case,) = json.loads((tmp_path / "results.json").read_text())["delta_gram"]["cases"]
     assert {row["status"] for row in case["rows"]} == {"not measured: no time was left"}
     assert case["bars"][0]["outcome"] == "not measured"
