@@ -74,6 +74,20 @@ def test_degenerate_problems(bindings):
     assert solve(bindings, torch.tensor([[[3.0]]]).double()).item() == 1
 
 
+@pytest.mark.parametrize("correlation", [0.0, 2.0])
+@pytest.mark.parametrize(("clients", "rank"), [(2, 1), (20, 6)])
+def test_deficient_rank(bindings, clients, rank, correlation):
+    """The optimum is not unique. Without a correlation it is 0, and reached up to the square of the ridge."""
+    gram = gram_of(clients, rank, correlation, clients)
+    weights = solve(bindings, gram[None])[0]
+    wanted = client_weights(gram)
+    assert weights.min() >= 0
+    assert float(weights.sum()) == pytest.approx(1, abs=1e-12)
+    assert weights @ gram @ weights <= wanted @ gram @ wanted + 1e-15 * gram.trace()
+    gradient = gram @ weights
+    assert weights @ gradient - gradient.min() <= 1e-8 * gram.diagonal().min()
+
+
 def test_scale_does_not_matter(bindings):
     gram = gram_of(9, 30, 1.0)
     small, large = solve(bindings, torch.stack([1e-150 * gram, 1e150 * gram]))
