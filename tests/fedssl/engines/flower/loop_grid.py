@@ -99,7 +99,7 @@ def changed(change: Callable[[RecordDict], object], client: int = 1, kind: str =
         if (node, reply.metadata.message_type) == (11 + client, kind) and reply.has_content():
             change(reply.content)
 
-    return lambda grid, patch: setattr(grid, "tamper", tamper)
+    return lambda grid, patch: patch.setattr(grid, "tamper", tamper)
 
 
 class WarningRecorder(Observer):
@@ -110,6 +110,19 @@ class WarningRecorder(Observer):
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
+
+
+class FaultsByRound(WarningRecorder):
+    """Also prepares a grid for each round, for that round alone."""
+
+    def __init__(self, grid: LoopGrid, faults: dict[int, Prepare]):
+        super().__init__()
+        self.grid, self.faults, self.patch = grid, faults, pytest.MonkeyPatch()
+
+    def round_ended(self, number: int, rows: object) -> None:
+        self.patch.undo()
+        if prepare := self.faults.get(number + 1):
+            prepare(self.grid, self.patch)
 
 
 def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[RunDirectory, LoopGrid]:
@@ -167,7 +180,6 @@ HUGE = {"name": "fixed_clipping", "clipping_norm": 1e9, "noise_multiplier": 0}
 SECURE = {"name": "secagg_plus", "max_weight": 60}
 WEIGHTS = AVERAGED | SMALL
 EQUAL = WEIGHTS | {"partition": {"name": "iid", "clients": 3}}  # differential privacy counts all clients the same
-FEDEMA = WEIGHTS | {"local_update": "fedema"}
 #: with small steps: rounding by the masks or by clipping stays small
 LAYER_WISE = LW_FEDSSL | SMALL | {"training": {"local_epochs": 1, "batch_size": 8, "learning_rate": 0.001}}
 
