@@ -24,21 +24,11 @@ pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]
 
 import httpx
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-from flwr.proto.control_pb2 import (
-    ListRunsRequest,
-    RegisterNodeRequest,
-    StartRunRequest,
-    StopRunRequest,
-    StreamLogsRequest,
-    UnregisterNodeRequest,
-)
+from flwr.proto.control_pb2 import ListRunsRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.fab_pb2 import Fab
-from flwr.proto.node_pb2 import Node
-from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
-from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedssl.run_folder.directory import RunDirectory
@@ -80,14 +70,11 @@ pytestmark = [
 
 # What a site could try at the operator's interfaces with its own registered key, and where it gets with it
 
-#: the six things that an operator does, by name: each takes Flower's client, a run, a node and a public key
-ATTEMPTS: dict[str, Callable[[ControlHttpClient, int, int, bytes], object]] = {
-    "start a run": lambda client, run, node, key: client.StartRun(StartRunRequest(fab=Fab(hash_str="0", content=b"0"))),
-    "register a key": lambda client, run, node, key: client.RegisterNode(RegisterNodeRequest(public_key=key, name="x")),
-    "unregister a key": lambda client, run, node, key: client.UnregisterNode(UnregisterNodeRequest(node_id=node)),
-    "list the runs": lambda client, run, node, key: client.ListRuns(ListRunsRequest()),
-    "stop a run": lambda client, run, node, key: client.StopRun(StopRunRequest(run_id=run)),
-    "read a run's log": lambda client, run, node, key: list(client.StreamLogs(StreamLogsRequest(run_id=run))),
+#: things that an operator does, by name: each takes Flower's client and a public key
+ATTEMPTS: dict[str, Callable[[ControlHttpClient, bytes], object]] = {
+    "start a run": lambda client, key: client.StartRun(StartRunRequest(fab=Fab(hash_str="0", content=b"0"))),
+    "register a key": lambda client, key: client.RegisterNode(RegisterNodeRequest(public_key=key, name="x")),
+    "list the runs": lambda client, key: client.ListRuns(ListRunsRequest()),
 }
 
 
@@ -103,36 +90,27 @@ class SiteAttempts:
             NodeAuthHttpInterceptor(key, key.public_key()),  # type: ignore[arg-type]
         ]
 
-    def at_the_operators_interface(self, run: int, node: int, new_key: bytes) -> dict[str, int]:
+    def at_the_operators_interface(self, new_key: bytes) -> dict[str, int]:
         """The HTTP status of each attempt by its name; 200 where it got through."""
-        statuses = {}
+        statuses = dict.fromkeys(ATTEMPTS, 200)
         with ControlHttpClient.from_server_address(
             self._address, False, self._certificate, interceptors=self._interceptors
         ) as client:
             for name, attempt in ATTEMPTS.items():
-                statuses[name] = _status(lambda attempt=attempt: attempt(client, run, node, new_key))
+                try:
+                    attempt(client, new_key)
+                except httpx.HTTPStatusError as error:
+                    statuses[name] = error.response.status_code
         return statuses
 
-    def at_its_own_interface(self, run: int, node: int) -> int:
-        """The HTTP status of a request that a site may make in the name of its node: to describe a run."""
-        with FleetHttpClient.from_server_address(
-            self._address, False, self._certificate, interceptors=self._interceptors
-        ) as client:
-            return _status(lambda: client.GetRun(GetRunRequest(node=Node(node_id=node), run_id=run)))
-
-    def post(self, path: str) -> int:
-        """The HTTP status of an empty request to a path, which is sent as it stands."""
+    def post(self, path: str, size: int = 0) -> int:
+        """The HTTP status of an unsigned request of `size` bytes to a path, which is sent as it stands."""
         with httpx.Client(verify=self._certificate) as client:
             url = httpx.URL(f"https://{self._address}").copy_with(raw_path=path.encode())
-            return client.post(url).status_code
-
-
-def _status(call: Callable[[], object]) -> int:
-    try:
-        call()
-    except httpx.HTTPStatusError as error:
-        return error.response.status_code
-    return 200
+            try:
+                return client.post(url, content=bytes(size)).status_code
+            except httpx.TransportError:
+                return 413  # the connection was closed before the answer could be read
 
 
 def end_by_sigterm_with_parent() -> None:
@@ -232,10 +210,10 @@ def require_reverse_proxy(members: Members, run: str) -> None:
     site = SiteAttempts(f"localhost:{members.port}", *files)
 
     def require_refusals() -> None:
-        assert sorted(site.at_its_own_interface(int(run), node) for node in nodes) == [200, 401]  # its own node alone
-        statuses = site.at_the_operators_interface(int(run), min(nodes), new_key)
+        statuses = site.at_the_operators_interface(new_key)
         assert statuses == dict.fromkeys(ATTEMPTS, 403), statuses
         assert {site.post(path) for path in DISGUISED} == {403}
+        assert site.post("/v1/fleet/push-object", 2**25) == 413
         assert members.nodes() == nodes
         assert members.status(run) == "running"
 
@@ -246,8 +224,9 @@ def require_reverse_proxy(members: Members, run: str) -> None:
     require_refusals()
     assert listening_addresses(members.internal_port) == {"0100007F"}  # 127.0.0.1
     behind = SiteAttempts(f"localhost:{members.internal_port}", *files)
-    assert behind.at_the_operators_interface(0, 0, b"")["list the runs"] == 200
+    assert behind.at_the_operators_interface(b"")["list the runs"] == 200
     assert {behind.post(path) for path in DISGUISED} != {403}
+    assert behind.post("/v1/fleet/push-object", 2**25) == 413
 
 
 def listening_addresses(port: int) -> set[str]:

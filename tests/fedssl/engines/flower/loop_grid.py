@@ -23,6 +23,8 @@ from fedssl.engines.flower.server import FlowerClients
 from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.method import Method
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import SITES_RUN, RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
@@ -54,6 +56,7 @@ class LoopGrid:
         self.numbers = itertools.count()
         self.silent: set[int] = set()  # nodes that answer no round
         self.tamper = lambda node, reply: None
+        self.tasks: list[dict[str, Any]] = []  # of the messages to the nodes
         self.sent: list[FlowerMessage] = []  # by the nodes
         #: which messages of SecAgg+ are lost, by node, stage and round
         self.loses: Callable[[int, str, str], bool] = lambda node, stage, number: False
@@ -67,6 +70,7 @@ class LoopGrid:
         for message in messages:
             node, name = message.metadata.dst_node_id, f"message {next(self.numbers)}"
             names.append(name)
+            self.tasks.append(dict(message.content["task"]))
             if node in self.silent and message.metadata.message_type != "query":
                 continue
             if record := message.content.get(RECORD_KEY_CONFIGS):
@@ -102,6 +106,28 @@ def changed(change: Callable[[RecordDict], object], client: int = 1, kind: str =
     return lambda grid, patch: patch.setattr(grid, "tamper", tamper)
 
 
+def after_training(change: Callable[[Message], object], client: int = 1) -> Prepare:
+    """Change a client's message once it has trained, or do something else there."""
+
+    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+        real = Method.client_round
+
+        def client_round(method, trained, *arguments):
+            reply = real(method, trained, *arguments)
+            if trained.index == client:
+                change(reply)
+            return reply
+
+        patch.setattr(Method, "client_round", client_round)
+
+    return prepare
+
+
+def silent(node: int) -> Prepare:
+    """A node answers no round."""
+    return lambda grid, patch: patch.setattr(grid, "silent", {node})
+
+
 class WarningRecorder(Observer):
     """A silent progress that keeps the warnings."""
 
@@ -119,10 +145,16 @@ class FaultsByRound(WarningRecorder):
         super().__init__()
         self.grid, self.faults, self.patch = grid, faults, pytest.MonkeyPatch()
 
+    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
+        self.prepare(first_round)
+
     def round_ended(self, number: int, rows: object) -> None:
         self.patch.undo()
-        if prepare := self.faults.get(number + 1):
-            prepare(self.grid, self.patch)
+        self.prepare(number + 1)
+
+    def prepare(self, number: int) -> None:
+        if fault := self.faults.get(number):
+            fault(self.grid, self.patch)
 
 
 def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[RunDirectory, LoopGrid]:
@@ -139,14 +171,20 @@ def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[
 
 
 def run_on(
-    recipe: Recipe, directory: RunDirectory, grid: LoopGrid, progress: WarningRecorder | None = None
+    recipe: Recipe,
+    directory: RunDirectory,
+    grid: LoopGrid,
+    progress: WarningRecorder | None = None,
+    *,
+    rounds: bool = True,
 ) -> list[str]:
-    """Run a recipe on the nodes of `start`; returns the warnings."""
+    """Run a recipe on the nodes of `start`, or without `rounds` only register them; returns the warnings."""
     progress = progress or WarningRecorder()
     federation = private_federation(build_federation(recipe))
     clients = FlowerClients(grid, federation, directory, progress, "run", threading.Event())
     clients.connect()
-    run_rounds(federation, directory, progress, clients)
+    if rounds:
+        run_rounds(federation, directory, progress, clients)
     return progress.warnings
 
 

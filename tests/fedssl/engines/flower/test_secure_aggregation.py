@@ -28,8 +28,8 @@ from tests.fedssl.engines.flower.loop_grid import (
     SECURE,
     WEIGHTS,
     FaultsByRound,
-    LoopGrid,
     Prepare,
+    after_training,
     assert_close,
     changed,
     quantisation_error,
@@ -85,8 +85,8 @@ def assert_mean(state: Message, replies: dict[int, Message], *, atol: float) -> 
             torch.testing.assert_close(state.tensors[name], mean, rtol=1e-6, atol=atol)
 
 
-def test_at_sites_the_secure_mean_is_the_plain_one_and_nothing_else_leaves(private, trained, finished, tiny, tmp_path):
-    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
+def test_at_sites_the_secure_mean_is_the_plain_one_and_nothing_else_leaves(quick, trained, finished, tiny, tmp_path):
+    recipe = quick(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start(recipe, tmp_path / "secure", write_sites(tmp_path))
     assert run_on(recipe, directory, grid) == []
     error = quantisation_error(recipe)
@@ -112,8 +112,8 @@ def test_at_sites_the_secure_mean_is_the_plain_one_and_nothing_else_leaves(priva
     assert_close(finished(tiny(**WEIGHTS, rounds=1)), tmp_path / "secure", atol=error)
 
 
-def test_of_layers_that_travel_by_round_each_round_has_the_mean(private, trained, states, tmp_path):
-    recipe = private(secure=SECURE, **LAYER_WISE)
+def test_of_layers_that_travel_by_round_each_round_has_the_mean(quick, trained, states, tmp_path):
+    recipe = quick(secure=SECURE, **LAYER_WISE)
     assert run_on(recipe, *start(recipe, tmp_path / "secure")) == []
     assert len(states) == 1 + recipe.rounds
     for number, state in enumerate(states[1:], start=1):
@@ -124,18 +124,18 @@ def test_of_layers_that_travel_by_round_each_round_has_the_mean(private, trained
     assert held.items() <= states[-1].numbers.items()
 
 
-def test_the_servers_noise_is_added_to_the_secure_mean(private, finished, tiny, tmp_path):
-    recipe = private(dp=HUGE | {"noise_multiplier": 3e-13}, secure=SECURE, **EQUAL, rounds=1)
+def test_the_servers_noise_is_added_to_the_secure_mean(quick, finished, tiny, tmp_path):
+    recipe = quick(dp=HUGE | {"noise_multiplier": 3e-13}, secure=SECURE, **EQUAL, rounds=1)
     assert run_on(recipe, *start(recipe, tmp_path / "noisy")) == []
     plain, noisy = weights(finished(tiny(**EQUAL, rounds=1))), weights(tmp_path / "noisy")
     noise = torch.cat([(noisy[name] - t).flatten() for name, t in plain.items() if "running_var" not in name])
     assert float(noise.std()) == pytest.approx(3e-13 * 1e9 / 3, rel=0.06)
 
 
-def test_lost_clients_are_left_out_of_the_mean_unless_their_weights_came(private, trained, states, tmp_path):
+def test_lost_clients_are_left_out_of_the_mean_unless_their_weights_came(quick, trained, states, tmp_path):
     """Client 1 is lost in another stage of each round; in round 4 two others are lost too."""
     lost = {1: Stage.SETUP, 2: Stage.SHARE_KEYS, 3: Stage.COLLECT_MASKED_VECTORS, 4: Stage.UNMASK, 5: Stage.UNMASK}
-    recipe = private(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": 4}}, rounds=5)
+    recipe = quick(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": 4}}, rounds=5)
     directory, grid = start(recipe, tmp_path / "secure")
     grid.loses = lambda node, stage, number: (
         stage == lost[int(number)] and node in ((12, 13, 14) if number == "4" else (12,))
@@ -156,21 +156,13 @@ def test_lost_clients_are_left_out_of_the_mean_unless_their_weights_came(private
     assert [directory.client_round(k) for k in range(4)] == [5, 5, 5, 5]
 
 
-def with_first_weight(value: float) -> Prepare:
+def first_weight(value: float) -> Prepare:
     """Client 2 trains a weight of this value."""
 
-    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
-        real = Method.client_round
+    def change(reply: Message) -> None:
+        next(iter(reply.tensors.values())).view(-1)[0] = value
 
-        def client_round(method, client, *arguments):
-            reply = real(method, client, *arguments)
-            if client.index == 2:
-                next(iter(reply.tensors.values())).view(-1)[0] = value
-            return reply
-
-        patch.setattr(Method, "client_round", client_round)
-
-    return prepare
+    return after_training(change, client=2)
 
 
 def shorten(content: RecordDict) -> None:
@@ -185,11 +177,11 @@ def without_key(content: RecordDict) -> None:
 #: by round
 UNUSABLE: dict[int, tuple[Prepare, list[int], str]] = {
     1: (
-        with_first_weight(65.0),
+        first_weight(65.0),
         [2],
         r" holds a value beyond flower.secure_aggregation.clipping_range \(64\): raise that option",
     ),
-    2: (with_first_weight(float("nan")), [2], "not finite"),
+    2: (first_weight(float("nan")), [2], "not finite"),
     3: (
         changed(shorten, client=2),
         [2],
@@ -199,8 +191,8 @@ UNUSABLE: dict[int, tuple[Prepare, list[int], str]] = {
 }
 
 
-def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(private, tmp_path):
-    recipe = private(secure=SECURE, **WEIGHTS, rounds=4)
+def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(quick, tmp_path):
+    recipe = quick(secure=SECURE, **WEIGHTS, rounds=4)
     directory, grid = start(recipe, tmp_path / "secure")
     faults = FaultsByRound(grid, {number: prepare for number, (prepare, _, _) in UNUSABLE.items()})
     warnings = iter(run_on(recipe, directory, grid, faults))
@@ -211,12 +203,12 @@ def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(private, 
     assert list(warnings) == []
 
 
-def test_a_server_that_does_not_ask_for_masks_gets_nothing(private, tmp_path, monkeypatch):
+def test_a_server_that_does_not_ask_for_masks_gets_nothing(quick, tmp_path, monkeypatch):
     """Whether a client masks its weights is decided by its own copy of the recipe."""
-    recipe = private(secure=SECURE, **WEIGHTS, rounds=1)
+    recipe = quick(secure=SECURE, **WEIGHTS, rounds=1)
     directory, grid = start(recipe, tmp_path / "secure")
     with pytest.raises(UserError, match=r"round 1: 0 of 3 clients answered, .* is 1; client 0: "):
-        run_on(private(**WEIGHTS, rounds=1), directory, grid)
+        run_on(quick(**WEIGHTS, rounds=1), directory, grid)
     assert not any("tensors" in reply.content for reply in grid.sent if reply.has_content())
 
 
@@ -243,19 +235,17 @@ OPTIONS = {
 def test_which_recipes_take_it(option):
     """Those that average weights; those with a rule of their own take local noise alone."""
     key = "secure_aggregation" if option == "secagg_plus" else "differential_privacy"
-    for name in TAKEN:
-        load_recipe(name, ["engine=flower-simulation", *OPTIONS[option]])
-    for name, rule in OWN_RULE.items():
-        if option == "local_dp":
-            load_recipe(name, ["engine=flower", *OPTIONS[option]])
-            continue
-        expected = rf"flower\.{key} {option} does not go with aggregators\.0 {rule}, which looks at each"
-        with pytest.raises(UserError, match=expected) as caught:
-            load_recipe(name, ["engine=flower", *OPTIONS[option]])
-        assert "\n" not in str(caught.value)
-    for name, why in NO_WEIGHTS.items():
-        with pytest.raises(UserError, match=rf"flower\.{key} {option} works on .*{why}"):
-            load_recipe(name, ["engine=flower", *OPTIONS[option]])
+    refused = {name: f"works on .*{why}" for name, why in NO_WEIGHTS.items()}
+    if option != "local_dp":
+        told = r"does not go with aggregators\.0 {}, which looks at each"
+        refused |= {name: told.format(rule) for name, rule in OWN_RULE.items()}
+    for name in (*TAKEN, *OWN_RULE, *NO_WEIGHTS):
+        overrides = ["engine=flower", *OPTIONS[option]]
+        if name in refused:
+            with pytest.raises(UserError, match=rf"flower\.{key} {option} {refused[name]}"):
+                load_recipe(name, overrides)
+        else:
+            load_recipe(name, overrides)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

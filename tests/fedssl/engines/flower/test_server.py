@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, MetricRecord, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
 from flwr.common.constant import ErrorCode
@@ -19,23 +18,26 @@ from google.protobuf.message import DecodeError
 
 from fedssl.engines.flower import simulation, wire
 from fedssl.engines.flower.server import make_server_app
-from fedssl.engines.flower.wire import from_records, on_disk, to_records
+from fedssl.engines.flower.wire import on_disk, to_records
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.method import Method
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import AVERAGED, FEDU2
+from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
 from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.engines.every_tensor import assert_same
 from tests.fedssl.engines.flower.loop_grid import (
     KINDS,
+    SECURE,
     FaultsByRound,
     LoopGrid,
     Prepare,
+    after_training,
     changed,
     run_on,
+    silent,
     start,
     write_sites,
 )
@@ -138,27 +140,11 @@ def with_error(code: int) -> Prepare:
     return prepare
 
 
-def while_training(work: Callable[[], object]) -> Prepare:
-    """Client 1 does something else instead of its training."""
-
-    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
-        real = Method.client_round
-
-        def client_round(method, client, *arguments):
-            if client.index == 1:
-                work()
-            return real(method, client, *arguments)
-
-        patch.setattr(Method, "client_round", client_round)
-
-    return prepare
-
-
-def crash() -> None:
+def crash(reply: Message) -> None:
     raise RuntimeError("no such\nkernel")
 
 
-def hang() -> None:
+def hang(reply: Message) -> None:
     assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
     signal.raise_signal(signal.SIGALRM)  # as the timer does when the time is over
 
@@ -175,22 +161,16 @@ def unreadable(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(grid, "pull_messages", pull_messages)
 
 
-def spoil(content: RecordDict) -> None:
-    message = from_records(content)
-    next(iter(message.tensors.values())).fill_(float("nan"))
-    content["tensors"] = to_records(message)["tensors"]
-
-
-def with_metrics(metrics: dict[str, float]) -> Prepare:
-    return changed(lambda content: content.update(metrics=MetricRecord(dict(content["metrics"]) | metrics)))
+def spoil(reply: Message) -> None:
+    next(iter(reply.tensors.values())).fill_(float("nan"))
 
 
 ANOTHERS = r"its answer belongs to another round or client: expected client 1, round \d+, got .*"
 #: what happens to client 1's answer in a round, and what is told, as a pattern
 LEFT_OUT: list[tuple[Prepare, str]] = [
-    (lambda grid, patch: patch.setattr(grid, "silent", {12}), "no answer within 100 s"),
-    (while_training(crash), "its app failed: no such kernel"),
-    (while_training(hang), "its work was stopped after 100 s, the round's deadline .*round_seconds.*"),
+    (silent(12), "no answer within 100 s"),
+    (after_training(crash), "its app failed: no such kernel"),
+    (after_training(hang), "its work was stopped after 100 s, the round's deadline .*round_seconds.*"),
     (with_error(ErrorCode.NODE_UNAVAILABLE), "its node is no longer connected"),
     (with_error(ErrorCode.MESSAGE_UNAVAILABLE), "no answer in time"),
     (with_error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE), "no answer in time"),
@@ -203,9 +183,15 @@ LEFT_OUT: list[tuple[Prepare, str]] = [
 ]
 #: of an answer that is read and refused
 REFUSED: list[tuple[Prepare, str]] = [
-    (changed(spoil), r"online\.\S+ holds NaN"),
-    (with_metrics({"bytes_up": 1.0}), "the metric bytes_up has a name that only the .*"),
-    (with_metrics({f"m{i}": 1.0 for i in range(1000)}), "it has 100. numbers and metrics, more .*"),
+    (after_training(spoil), r"online\.\S+ holds NaN"),
+    (
+        after_training(lambda reply: reply.metrics.update(bytes_up=1.0)),
+        "the metric bytes_up has a name that only the .*",
+    ),
+    (
+        after_training(lambda reply: reply.metrics.update({f"m{i}": 1.0 for i in range(1000)})),
+        "it has 100. numbers and metrics, more .*",
+    ),
 ]
 
 
@@ -232,16 +218,109 @@ def test_an_answer_that_is_missing_or_broken_is_named_and_does_not_count(quick, 
         assert metric(tmp_path / "b", "answers", number) == {"global": 2.0}
         assert metric(tmp_path / "b", "bytes_up", number).keys() == {"0", "2"}
     assert [directory.client_round(k) for k in range(3)] == [recipe.rounds, 1, recipe.rounds]
+    # what it trained in those rounds is undone, for the server does not have it
+    starts = {(task["client"], task["round"]): task["start"] for task in grid.tasks if "start" in task}
+    assert [starts[1, number] for number in range(2, recipe.rounds + 1)] == [1] * len(faults)
+    assert [starts[0, number] for number in range(2, recipe.rounds + 1)] == [*range(1, recipe.rounds)]
 
 
 def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(quick, tmp_path, monkeypatch):
     recipe = quick(**FEDU2 | SMALL, rounds=1)
     directory, grid = start(recipe, tmp_path / "b")
-    with_metrics({"eua_weight": 123.0})(grid, monkeypatch)
+    after_training(lambda reply: reply.metrics.update(eua_weight=123.0))(grid, monkeypatch)
     assert run_on(recipe, directory, grid) == []
     rows = [row for row in directory.read_metrics() if row[2] == "eua_weight"]
     assert [row[1] for row in rows] == ["0", "1", "2"]
     assert sum(row[3] for row in rows) == pytest.approx(1)
+
+
+# An answer to another round, or of another client, counts nowhere
+
+
+CLIENT, OTHER = 1, 0
+Key = tuple[int, int]  # client and round
+
+
+def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict]:
+    """Let the server get, in place of one client's answers in one round, those that `taken` gave before.
+
+    Returns the records that came in their place, filled while the run goes on. Messages of other kinds pass.
+    """
+    given: list[dict] = []
+    replaced: list[dict] = []
+
+    def tamper(node: int, reply: FlowerMessage) -> None:
+        if reply.metadata.message_type != kind:
+            return
+        key = reply.content["answer"]["client"], reply.content["answer"]["round"]
+        if key == taken:
+            given.append(dict(reply.content))
+        elif key == place:
+            replaced.append(given[len(replaced)])
+            reply.content.clear()
+            reply.content.update(replaced[-1])
+
+    grid.tamper = tamper
+    return replaced
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "taken"),
+    [
+        (AVERAGED, (CLIENT, 2), (CLIENT, 1)),  # late, from the round before
+        (FEDU2, (CLIENT, 2), (OTHER, 2)),  # another client's, twice in the mean
+        (ALIGNED, (CLIENT, 0), (OTHER, 0)),  # in the opening round
+    ],
+    ids=["late", "another's", "opening"],
+)
+def test_the_round_goes_on_as_if_no_answer_had_come(method, place, taken, quick, tmp_path):
+    client, number = place
+    recipe = quick(**method | SMALL)
+    directory, grid = start(recipe, tmp_path / "swapped")
+    replaced = swap_answers(grid, "train", place, taken)
+    [warning] = run_on(recipe, directory, grid)
+    assert len(replaced) == 1
+    assert warning.startswith(f"round {number}: client {client} is left out: ")
+    assert metric(tmp_path / "swapped", "missing", number) == {str(client): 1.0}
+    without, grid = start(recipe, tmp_path / "without")
+    run_on(recipe, without, grid, FaultsByRound(grid, {number: silent(11 + client)}))
+    assert_same(directory.server_state(), without.server_state())
+    assert [directory.client_round(k) for k in range(3)] == [without.client_round(k) for k in range(3)]
+
+
+def test_an_evaluation_of_another_client_or_of_too_many_measures_does_not_count(quick, tmp_path):
+    """Without weights that travel every client's own model is measured: before the first round, and in its answer."""
+    recipe = quick(**SMALL, rounds=1)
+    directory, grid = start(recipe, tmp_path / "run")
+    swap_answers(grid, "evaluate", (CLIENT, 0), (OTHER, 0))
+    note = grid.tamper
+
+    def tamper(node: int, reply: FlowerMessage) -> None:
+        note(node, reply)
+        if (node, reply.metadata.message_type) == (11 + CLIENT, "train"):
+            reply.content["numbers"].update({f"evaluation/fine_tune_{i}": 1.0 for i in range(5_000)})
+
+    grid.tamper = tamper
+    warnings = run_on(recipe, directory, grid)
+    assert [warning.partition(": its ")[0] for warning in warnings] == [
+        f"round {number}: client {CLIENT} is not evaluated" for number in (0, 1)
+    ]
+    assert "more than 100" in warnings[1]
+    for number in (0, 1):
+        assert metric(tmp_path / "run", "knn", number).keys() == {"0", "2", "mean"}
+    assert directory.client_round(CLIENT) == 1  # its training counts
+
+
+def test_under_secure_aggregation_it_is_in_no_sum(quick, tmp_path):
+    made = quick(secure=SECURE, **AVERAGED | SMALL, partition={"name": "iid", "clients": 4})
+    directory, grid = start(made, tmp_path / "run")
+    replaced = swap_answers(grid, "train", (CLIENT, 2), (OTHER, 2))
+    warnings = run_on(made, directory, grid)
+    assert replaced
+    # it is left out before masks are agreed on, so the others' sum stands
+    assert [warning.partition(": client")[0] for warning in warnings] == ["round 2"]
+    assert metric(tmp_path / "run", "missing", 2) == {str(CLIENT): 1.0}
+    assert [directory.client_round(k) for k in range(4)] == [2, 1, 2, 2]
 
 
 # The apps
