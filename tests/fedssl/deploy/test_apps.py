@@ -98,16 +98,14 @@ def test_any_description_makes_an_app_that_flower_builds(tiny, tmp_path):
     assert len(build_fab_from_disk(tmp_path / "app")) > 1000
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["this version", "an earlier version"])
 @pytest.mark.parametrize(("what", "kind"), [("server", ServerApp), ("client", ClientApp)])
-def test_an_app_folder_is_loaded_by_flower(what, kind, earlier, app, tmp_path, monkeypatch):
-    """Apps of an earlier version import from the package itself, as it was one module then."""
+def test_an_app_folder_of_an_earlier_version_is_loaded_by_flower(what, kind, app, tmp_path, monkeypatch):
+    """It imports from the package itself, as it was one module then."""
     shutil.copytree(app, tmp_path / "app")
     module = tmp_path / "app" / "fedssl_app" / f"{what}_app.py"
-    written = f"from fedssl.engines.flower.{what} import make_{what}_app"
-    assert written in module.read_text()
-    if earlier:
-        module.write_text(module.read_text().replace(written, f"from fedssl.engines.flower import make_{what}_app"))
+    now, then = (f"from fedssl.engines.flower{name} import make_{what}_app" for name in (f".{what}", ""))
+    assert now in module.read_text()
+    module.write_text(module.read_text().replace(now, then))
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.startswith("fedssl_app")]:
         monkeypatch.delitem(sys.modules, name)

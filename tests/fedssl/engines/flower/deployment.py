@@ -152,7 +152,7 @@ class Deployment:
 
     def start_superlink(self) -> None:
         self.start("superlink", ["superlink", "superlink", "--port", str(self.port)])
-        self.wait_for(self.listening, "the SuperLink listens")
+        self.wait_for(lambda: is_listening(self.port), "the SuperLink listens")
         self.proxy.open()
 
     def start_node(
@@ -182,7 +182,7 @@ class Deployment:
         kill_marked(self._mark(name))
         process.wait()
         if name == "superlink":  # a killed process still listens for as long as its memory is taken down
-            poll(lambda: not self.listening(), "the killed SuperLink listens no more")
+            poll(lambda: not is_listening(self.port), "the killed SuperLink listens no more")
 
     def close(self) -> None:
         kill_marked(f"{self.folder}/")
@@ -234,9 +234,6 @@ class Deployment:
         return RunDirectory.open(output).checkpoint.round if (output / "recipe.yaml").is_file() else -1
 
     # Waiting
-
-    def listening(self) -> bool:
-        return is_listening(self.port)
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"

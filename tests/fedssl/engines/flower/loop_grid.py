@@ -152,6 +152,9 @@ class FaultsByRound(WarningRecorder):
         self.patch.undo()
         self.prepare(number + 1)
 
+    def run_ended(self, finished: bool) -> None:
+        self.patch.undo()
+
     def prepare(self, number: int) -> None:
         if fault := self.faults.get(number):
             fault(self.grid, self.patch)
@@ -201,12 +204,13 @@ class Clock:
         self.now += seconds
 
 
-def write_sites(folder: Path, count: int = 3, **keys) -> list[Path]:
-    """Site files for the first clients, each with further keys."""
+def write_sites(folder: Path, count: int = 3, own: dict[int, dict] | None = None, **keys) -> list[Path]:
+    """Site files for the first clients, each with further keys; `own` has those of one client."""
     files = []
     for k in range(count):
         file = folder / f"site{k}.yaml"
-        file.write_text(yaml.safe_dump({"client": k, "state": str(folder / f"state{k}")} | keys))
+        values = {"client": k, "state": str(folder / f"state{k}")} | keys | (own or {}).get(k, {})
+        file.write_text(yaml.safe_dump(values))
         files.append(file)
     return files
 

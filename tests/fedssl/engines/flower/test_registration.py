@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from fedssl.engines.flower.registration import DataForm
 from fedssl.errors import UserError
@@ -86,30 +84,17 @@ RENAMED = (*"012345678", "x")
 
 
 def write_images(path: Path, size: int = 8, classes: tuple[str, ...] = tuple("0123456789")) -> dict:
-    """A site's file of images of noise, and the data key that names it."""
+    """A site's file of images of noise, and the key of the site that names it."""
     random = np.random.default_rng(0)
     images = {f"x_{part}": random.integers(0, 256, (40, size, size), np.uint8) for part in ("train", "test")}
     labels = {f"y_{part}": np.arange(40) % len(classes) for part in ("train", "test")}
     np.savez(path, **images, **labels, class_names=np.array(classes))
-    return {"name": "npz", "path": str(path)}
+    return {"data": {"name": "npz", "path": str(path)}}
 
 
-@pytest.fixture
-def sites_with(tmp_path) -> Callable[[dict[int, dict]], list[Path]]:
-    """The files of three sites, of which some have data of their own."""
-
-    def write(data: dict[int, dict]) -> list[Path]:
-        sites = write_sites(tmp_path)
-        for client, own in data.items():
-            sites[client].write_text(yaml.safe_dump(yaml.safe_load(sites[client].read_text()) | {"data": own}))
-        return sites
-
-    return write
-
-
-def test_images_of_another_size_are_refused_before_the_run_begins(quick, sites_with, tmp_path):
+def test_images_of_another_size_are_refused_before_the_run_begins(quick, tmp_path):
     others = {k: write_images(tmp_path / f"{size}.npz", size=size) for k, size in ((1, 12), (2, 16))}
-    directory, grid = start(quick(**WEIGHTS), tmp_path / "b", sites_with(others))
+    directory, grid = start(quick(**WEIGHTS), tmp_path / "b", write_sites(tmp_path, own=others))
     expected = (
         r"the sites' data do not fit together: client 1: its images are 1 x 12 x 12 \(channels x height x width\), "
         r"but the server's are 1 x 8 x 8; client 2: its images are 1 x 16 x 16 .*; change these sites' data"
@@ -119,9 +104,9 @@ def test_images_of_another_size_are_refused_before_the_run_begins(quick, sites_w
     assert RunDirectory.open(tmp_path / "b").checkpoint.round == -1
 
 
-def test_other_classes_are_refused_where_the_objective_trains_on_them(quick, sites_with, tmp_path):
+def test_other_classes_are_refused_where_the_objective_trains_on_them(quick, tmp_path):
     recipe = quick(**WEIGHTS, objective="supervised")
-    sites = sites_with({1: write_images(tmp_path / "a.npz", classes=RENAMED)})
+    sites = write_sites(tmp_path, own={1: write_images(tmp_path / "a.npz", classes=RENAMED)})
     expected = "client 1: its classes differ from those .* trains on: it has 'x' and lacks '9'"
     with pytest.raises(UserError, match=expected):
         run_on(recipe, *start(recipe, tmp_path / "b", sites))
@@ -141,27 +126,27 @@ def test_how_classes_differ_is_told_in_a_few_words():
     ("kind", "classes", "warned"),
     [("local", RENAMED, True), ("local", ("0",), False), ("weighted_mean", RENAMED, False)],
 )
-def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(
-    kind, classes, warned, quick, sites_with, tmp_path
-):
+def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(kind, classes, warned, quick, tmp_path):
     """A site with one class has no labels to speak of."""
     recipe = quick(**KINDS[kind])
-    sites = sites_with({1: write_images(tmp_path / "a.npz", classes=classes)})
+    sites = write_sites(tmp_path, own={1: write_images(tmp_path / "a.npz", classes=classes)})
     warnings = run_on(recipe, *start(recipe, tmp_path / "b", sites), rounds=False)
     expected = "client 1: its classes differ from those of client 0: it has 'x' and lacks '9'; each client is evaluated"
     assert [warning[: len(expected)] for warning in warnings] == [expected] * warned
 
 
-def test_a_site_with_other_public_images_is_left_out(quick, sites_with, tmp_path):
+def test_a_site_with_other_public_images_is_left_out(quick, tmp_path):
     recipe = quick(**ALIGNED | SMALL)
-    sites = sites_with({1: {"name": "digits", "public_holdout": 31}})
+    sites = write_sites(tmp_path, own={1: {"data": {"name": "digits", "public_holdout": 31}}})
     warnings = run_on(recipe, *start(recipe, tmp_path / "b", sites), rounds=False)
     assert warnings[0].startswith("node 12 is left out: its public images differ from the server's")
 
 
-def test_a_site_that_comes_later_with_other_images_is_left_out(quick, sites_with, tmp_path):
+def test_a_site_that_comes_later_with_other_images_is_left_out(quick, tmp_path):
     recipe = quick(**WEIGHTS)
-    directory, grid = start(recipe, tmp_path / "b", sites_with({2: write_images(tmp_path / "a.npz", size=12)}))
+    directory, grid = start(
+        recipe, tmp_path / "b", write_sites(tmp_path, own={2: write_images(tmp_path / "a.npz", size=12)})
+    )
     grid.get_node_ids = lambda: [11, 12] if directory.checkpoint.round < 1 else [11, 12, 13]
     warnings = run_on(recipe, directory, grid)
     assert warnings[0] == "client 2 is not connected: the run begins without it"

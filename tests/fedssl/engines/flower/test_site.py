@@ -35,9 +35,8 @@ def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
     recipe = quick(**ALIGNED, partition={"name": "sites", "clients": 3}, rounds=1)
     federation = build_federation(recipe)
     assert [len(rows) for rows in federation.client_rows] == [0, 0, 0]
-    sites = write_sites(tmp_path, data={"name": "digits", "train_limit": 40, "test_limit": 60, "public_holdout": 30})
-    changed = yaml.safe_load(sites[1].read_text()) | {"architecture": "small_convnet_wide", "device": "cpu"}
-    sites[1].write_text(yaml.safe_dump(changed))
+    data = {"name": "digits", "train_limit": 40, "test_limit": 60, "public_holdout": 30}
+    sites = write_sites(tmp_path, own={1: {"architecture": "small_convnet_wide", "device": "cpu"}}, data=data)
     own = site_federation(recipe, load_site(sites[1]))
     assert [len(rows) for rows in own.client_rows] == [0, 40, 0]
     assert own.recipe.architecture_of(1) == "small_convnet_wide"
@@ -145,14 +144,13 @@ NO_DATA = {"data": NONE}
 @pytest.fixture
 def sites(tmp_path) -> list[Path]:
     """Two sites, each with a flat folder of images."""
-    files = write_sites(tmp_path, 2)
-    for site, file in enumerate(files):
+    own = {}
+    for site in range(2):
         folder = tmp_path / f"images{site}"
         for number in range(20 + site):
             save_array(folder / f"{number:02}.png", random_pixels(9, 8, seed=100 * site + number))
-        data = {"data": {"name": "images", "path": str(folder), "image_size": 8}}
-        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | data))
-    return files
+        own[site] = {"data": {"name": "images", "path": str(folder), "image_size": 8}}
+    return write_sites(tmp_path, 2, own)
 
 
 def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_starts_from_it(quick, tmp_path, sites):
