@@ -154,14 +154,12 @@ MOCO = {"name": "moco_v3", "temperature": 0.5, **HEADS}
 #: changes of a round; the convolutional network has BatchNorm, as have all heads but `supervised`'s
 ROUNDS: dict[str, dict[str, Any]] = {
     "byol": {"objective": BYOL},
-    "one direction": {"objective": BYOL | {"symmetric": False}},
-    "simsiam": {"objective": SIMSIAM},
     "simclr": {"objective": {"name": "simclr", **HEADS}},
     "BatchNorm in the heads alone": {"objective": MOCO, "architectures": ["small_vit"]},
     "no BatchNorm": {"objective": {"name": "supervised"}, "architectures": ["small_vit"]},
     "activations within BatchNorm": {"objective": SIMSIAM, "architectures": ["test_efficientnet"]},
     "joined views": {"objective": MOCO, "training": {"join_views": True}},
-    "Adam and a number of steps": {"objective": MOCO, "training": {"optimizer": "adam", "local_steps": 7}},
+    "Adam and a number of steps": {"objective": BYOL, "training": {"optimizer": "adam", "local_steps": 5}},
     "terms of weights": {
         "objective": BYOL,
         "regularizers": [
@@ -226,11 +224,8 @@ def recipe_of(noisy):
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor], alone: dict[str, Tensor], tolerance: float) -> None:
-    for name, tensor in alone.items():
-        torch.testing.assert_close(
-            one[name], tensor, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-        assert torch.equal(one[name], other[name]), name
+    torch.testing.assert_close(one, alone, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(one, other, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("name", ROUNDS)

@@ -91,7 +91,6 @@ def test_what_trains_moves_by_its_share_and_is_looked_up_again_in_the_next_round
 #: name, layers, side, names that go with the first layer beside those of its block, names on top at depth 1
 CUTS = [
     ("small_vit", 4, 8, {"cls_token", "pos_embed", "patch_embed"}, {"norm"}),
-    ("test_vit", 6, 32, {"cls_token", "pos_embed", "patch_embed"}, {"norm"}),
     ("test_vit3", 9, 32, {"reg_token", "pos_embed", "patch_embed"}, {"norm", "attn_pool"}),
     ("small_resnet10", 4, 8, {"conv1", "bn1"}, {"reshape"}),
     ("test_resnet", 4, 32, {"conv1", "bn1"}, {"reshape"}),
