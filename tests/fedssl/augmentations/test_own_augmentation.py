@@ -7,11 +7,9 @@ import torch
 
 from fedkernels import ViewKey
 from fedssl.augmentations.base import Augmentation, draw_views
-from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.pixels import normalize
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
-from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe, load_stored_recipe, parse_recipe
 from fedssl.recipe.show import resolve_recipe
 from fedssl.run_folder.directory import RunDirectory
@@ -74,11 +72,9 @@ def test_it_draws_from_generators_that_are_seeded_by_key_and_samples_and_restore
 @pytest.mark.parametrize(
     ("returned", "got"),
     [
-        (None, "got NoneType"),
         (IMAGES.float(), r"got float32 \[12, 3, 8, 8\] on cpu"),
         ((IMAGES.float(),), r"got \[float32 \[12, 3, 8, 8\] on cpu\]"),
         ((IMAGES.float(), 1), r"got \[float32 \[12, 3, 8, 8\] on cpu, int\]"),
-        ((IMAGES, IMAGES), r"got \[uint8 \[12"),
         ((IMAGES.double(), IMAGES.double()), r"got \[float64 \[12"),
         ((IMAGES[:6].float(), IMAGES.float()), r"got \[float32 \[6, 3"),
     ],
@@ -122,7 +118,6 @@ def test_a_preset_gives_its_options_to_random_views_alone(noise, monkeypatch):
         assert recipe.augmentation.model_dump() == {"name": str(noise), "strength": 0.1}
         assert resolve_recipe("fedbyol", [f"preset={preset}", override]).text == recipe.to_yaml()
     plain = load_recipe("fedbyol", ["preset=digits"])
-    assert plain.augmentation.blur == 0.0
     for override in ("augmentation.name=random_views", "augmentation=random_views"):
         assert load_recipe("fedbyol", ["preset=digits", override]) == plain
     kept = load_recipe("fedbyol", ["preset=digits", "augmentation.flip=0.2", "augmentation.name=random_views"])
@@ -130,28 +125,16 @@ def test_a_preset_gives_its_options_to_random_views_alone(noise, monkeypatch):
 
 
 def test_its_path_is_seen_from_the_recipes_folder_and_its_options_are_checked(noise, tmp_path):
-    text = (
-        "{name: own, preset: digits, objective: byol, schedule: end_to_end, local_update: keep_own, augmentation: PART}"
-    )
-    (tmp_path / "own.yaml").write_text(text.replace("PART", "{name: ./noise.py, strength: 0.5}"))
-    assert load_recipe(tmp_path / "own.yaml").augmentation.strength == 0.5
+    file, text = tmp_path / "own.yaml", "{objective: byol, schedule: end_to_end, local_update: keep_own, augmentation: "
+    file.write_text(text + "{name: ./noise.py, strength: 0.5}, name: own, preset: digits}")
+    assert load_recipe(file).augmentation.strength == 0.5
     for part, message in {
         "{name: ./noise.py, strenth: 1}": r"augmentation\.strenth: unknown key; did you mean strength\?",
-        "{name: ./noise.py, flip: 0.5}": r"augmentation\.flip: unknown key",
         "{name: ./nowhere.py}": r"augmentation\.name: there is no part file",
         "{name: blurred}": r"augmentation\.name: augmentations has no part 'blurred'; expected one of random_views",
         "{flipp: 0.5}": r"augmentation\.flipp: unknown key; did you mean flip\?",
         "null": "augmentation: expected a part such as",
-        "[random_views]": "augmentation: expected a part such as",
     }.items():
-        (tmp_path / "own.yaml").write_text(text.replace("PART", part))
+        file.write_text(text + part + ", name: own, preset: digits}")
         with pytest.raises(UserError, match=message):
-            load_recipe(tmp_path / "own.yaml")
-
-
-def test_supervised_training_uses_it_as_it_is(noise, tiny):
-    objective, own = {"objective": "supervised"}, {"augmentation": {"name": str(noise)}}
-    for part, kept in ((own, True), ({"augmentation": {"solarize": 0.5}}, False)):
-        recipe = tiny(**AVERAGED | objective | part)
-        assert (build_federation(recipe).method.augmentation == recipe.augmentation) is kept
-    assert isinstance(recipe.augmentation, RandomViews)
+            load_recipe(file)
