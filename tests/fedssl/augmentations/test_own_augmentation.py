@@ -1,7 +1,5 @@
 """An augmentation of one's own: a part like others, seeded for each batch, its result checked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -39,13 +37,6 @@ class Noise(Augmentation):
 '''
 
 
-class Noise(Augmentation):
-    """One's own, defined here."""
-
-    def views(self, images, samples, key):
-        return tuple(normalize(images) + torch.randn(images.shape) for _ in range(2))
-
-
 @pytest.fixture
 def noise(tmp_path):
     """The path of a part file."""
@@ -54,17 +45,22 @@ def noise(tmp_path):
     return path
 
 
-def test_it_draws_from_generators_that_are_seeded_by_key_and_samples_and_restored():
+@pytest.fixture
+def part(noise) -> Augmentation:
+    return parse_recipe(tiny_values(augmentation={"name": str(noise), "strength": 1.0})).augmentation
+
+
+def test_it_draws_from_generators_that_are_seeded_by_key_and_samples_and_restored(part):
     before = torch.get_rng_state()
-    views = draw_views(Noise(), IMAGES, ROWS, KEY, CPU, count=4)
+    views = draw_views(part, IMAGES, ROWS, KEY, CPU, count=4)
     torch.rand(3)
-    again = draw_views(Noise(), IMAGES, ROWS, KEY, CPU, count=4)
+    again = draw_views(part, IMAGES, ROWS, KEY, CPU, count=4)
     assert all(torch.equal(one, other) for one, other in zip(views, again, strict=True))
     torch.set_rng_state(before)
-    draw_views(Noise(), IMAGES, ROWS, KEY, CPU)
+    draw_views(part, IMAGES, ROWS, KEY, CPU)
     assert torch.equal(torch.get_rng_state(), before)
-    others = [draw_views(Noise(), IMAGES, ROWS, KEY._replace(**{name: 99}), CPU) for name in KEY._fields]
-    others.append(draw_views(Noise(), IMAGES, ROWS + 1, KEY, CPU))
+    others = [draw_views(part, IMAGES, ROWS, KEY._replace(**{name: 99}), CPU) for name in KEY._fields]
+    others.append(draw_views(part, IMAGES, ROWS + 1, KEY, CPU))
     noise = torch.stack([view - normalize(IMAGES) for drawn in (views, *others) for view in drawn]).flatten(1)
     assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 0.2
 
@@ -79,11 +75,11 @@ def test_it_draws_from_generators_that_are_seeded_by_key_and_samples_and_restore
         ((IMAGES[:6].float(), IMAGES.float()), r"got \[float32 \[6, 3"),
     ],
 )
-def test_what_it_returns_is_checked(returned, got, monkeypatch):
-    monkeypatch.setattr(Noise, "views", lambda *_: returned)
-    needed = r"augmentation mine: views must return two tensors, each float32 \[12, 3, 8, 8\] on cpu, "
+def test_what_it_returns_is_checked(returned, got, part, monkeypatch):
+    monkeypatch.setattr(type(part), "views", lambda *_: returned)
+    needed = r"noise\.py: views must return two tensors, each float32 \[12, 3, 8, 8\] on cpu, "
     with pytest.raises(UserError, match=needed + got):
-        draw_views(Noise(name="mine"), IMAGES, ROWS, KEY, CPU)
+        draw_views(part, IMAGES, ROWS, KEY, CPU)
 
 
 def test_a_run_is_resumed_bit_for_bit_and_read_only_where_its_code_is_trusted(noise, noisy, finished, tmp_path):

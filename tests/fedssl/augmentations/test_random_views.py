@@ -1,7 +1,5 @@
 """random_views: fedkernels.two_views with a recipe's options, by keys of the client, the round and the purpose."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import types

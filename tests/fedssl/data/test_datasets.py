@@ -1,7 +1,5 @@
 """The digits and torchvision's sets, what the seed and the limits decide, and public images from files of their own."""
 
-import hashlib
-import pickle
 import struct
 from pathlib import Path
 from urllib.error import URLError
@@ -149,44 +147,29 @@ def test_fashion_mnist_from_its_files(tmp_path):
     refused("fashion_mnist is not complete", DataOptions(name="fashion_mnist", path=tmp_path))
 
 
-def test_cifar10_from_its_files(tmp_path, monkeypatch):
-    base = tmp_path / "cifar-10-batches-py"
-    base.mkdir()
+@pytest.mark.parametrize(
+    ("name", "pixels", "attributes", "class_names"),
+    [
+        ("CIFAR10", random_pixels(4, 32, 32, 3), {"targets": [3, 1, 2, 9], "classes": list("abcdefghi")}, "abcdefghi"),
+        ("SVHN", random_pixels(4, 3, 32, 32), {"labels": np.array([3, 1, 2, 9])}, "0123456789"),
+    ],
+)
+def test_another_set_is_one_entry_of_the_table(monkeypatch, name, pixels, attributes, class_names):
+    """Also one like SVHN: with `labels` for `targets`, the channels first, and without names of its classes."""
 
-    def write(name: str, content: object) -> list[str]:
-        data = pickle.dumps(content)
-        (base / name).write_bytes(data)
-        return [name, hashlib.md5(data).hexdigest()]
+    class Read:
+        def __init__(self, root: Path, train: bool, download: bool):
+            vars(self).update(attributes, data=pixels)
 
-    names = [f"class{i}" for i in range(10)]
-    images = random_pixels(4, 3 * 32 * 32)
-    kind = torchvision_datasets.CIFAR10
-    monkeypatch.setattr(kind, "train_list", [write("train", {"data": images, "labels": [3, 1, 2, 9]})])
-    monkeypatch.setattr(kind, "test_list", [write("test", {"data": images[:2], "labels": [0, 5]})])
-    meta, digest = write("meta", {"label_names": names})
-    monkeypatch.setattr(kind, "meta", {"filename": meta, "key": "label_names", "md5": digest})
-    cifar = load_dataset(DataOptions(name="cifar10", path=tmp_path), 0)
-    assert np.array_equal(cifar.train_images.numpy(), images.reshape(4, 3, 32, 32))
-    assert cifar.train_labels.tolist() == [3, 1, 2, 9]
-    assert cifar.class_names == tuple(names)
-
-
-def test_another_set_is_one_entry_of_the_table(tmp_path, monkeypatch):
-    """One with `labels` for `targets` and without names of its classes, as SVHN."""
-
-    class SVHN:
-        def __init__(self, root: Path, split: str, download: bool):
-            self.data = random_pixels(4, 3, 32, 32, seed=len(split))
-            self.labels = np.array([1, 0, 3, len(split)])
-
-    monkeypatch.setattr(torchvision_datasets, "SVHN", SVHN)
-    splits = ({"split": "train"}, {"split": "test"})
+    monkeypatch.setattr(torchvision_datasets, name, Read)
+    splits = ({"train": True}, {"train": False})
     entry = DataSource("datasets:load_torchvision_set", 73_257, 10, (3, 32, 32), "SVHN", splits)
     monkeypatch.setitem(SOURCES, "svhn", entry)
-    svhn = load_dataset(DataOptions(name="cifar10", path=tmp_path).model_copy(update={"name": "svhn"}), 0)
-    assert np.array_equal(svhn.test_images.numpy(), random_pixels(4, 3, 32, 32, seed=len("test")))
-    assert (svhn.train_labels.tolist(), svhn.test_labels.tolist()) == ([1, 0, 3, 5], [1, 0, 3, 4])
-    assert svhn.class_names == tuple("0123456789")
+    read = load_dataset(DataOptions(name="cifar10").model_copy(update={"name": name.lower()}), 0)
+    expected = pixels.transpose(0, 3, 1, 2) if pixels.shape[3] == 3 else pixels
+    assert np.array_equal(read.train_images.numpy(), expected)
+    assert read.train_labels.tolist() == read.test_labels.tolist() == [3, 1, 2, 9]
+    assert read.class_names == tuple(class_names)
 
 
 def test_torchvision_sets_that_are_missing_or_cannot_be_downloaded(tmp_path, monkeypatch):

@@ -47,7 +47,10 @@ def test_npz_of_both_kinds(tmp_path):
 
 @pytest.mark.parametrize(
     ("stored", "expected"),
-    [((6, 8), (1, 6, 8)), ((6, 8, 1), (1, 6, 8)), ((1, 6, 8), (1, 6, 8)), ((3, 6, 8), (3, 6, 8)), ((3, 6, 3), (3, 3, 6))],
+    [
+        *(((6, 8), (1, 6, 8)), ((6, 8, 1), (1, 6, 8)), ((1, 6, 8), (1, 6, 8))),
+        *(((3, 6, 8), (3, 6, 8)), ((3, 6, 3), (3, 3, 6))),
+    ],
 )
 def test_layouts(tmp_path, stored, expected):
     arrays = good_arrays() | {"x_train": random_pixels(12, *stored), "x_test": random_pixels(5, *stored)}

@@ -1,7 +1,5 @@
 """Features of images: those that the run's own model gives, in the images' order and under their names."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

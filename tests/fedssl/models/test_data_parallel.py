@@ -1,7 +1,5 @@
 """A client's training by two processes against that by one: BatchNorm's layers, and whole rounds in float64."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +24,7 @@ from fedssl.regularizers.representation_alignment import STAGE
 from fedssl.training import train_locally
 from tests.fedkernels.distributed.ranks import Ranks
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.models.double import Double
+from tests.fedssl.models.double import to_double
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
@@ -176,21 +174,6 @@ ROUNDS: dict[str, dict[str, Any]] = {
 }
 
 
-class DoubleViews(Regularizer):
-    """A term whose own models get float64 views, too."""
-
-    term: Any
-
-    def start_round(self, local: LocalRound) -> StepLoss:
-        term = self.term.start_round(local)
-
-        def of_double(step: Step) -> Tensor:
-            step.views = tuple(view.double() for view in step.views)
-            return term(step)
-
-        return of_double
-
-
 def join_group() -> None:
     """Where this process is one of a group, it trains on its share from now on."""
     data_parallel._share = Share(dist.get_rank(), 2) if dist.is_initialized() else Share()
@@ -201,16 +184,16 @@ def train(recipe: Recipe, dtype: torch.dtype = torch.float64) -> tuple[dict[str,
     join_group()
     federation = build_federation(recipe)
     client = federation.client(0, Message())
-    client.model.to(dtype).train()
+    client.model.train()
+    if dtype is torch.float64:
+        to_double(client.model)
     others = [build_federation(recipe.model_copy(update={"seed": seed})).new_model(0) for seed in (1, 2)]
     received, previous = ({name: t.to(dtype) for name, t in other.online_state().items()} for other in others)
     base = {f"{BASE}{name}": t.to(dtype) for name, t in others[0].encoder.state_dict().items()}
     client.memory.numbers[STAGE] = 1
-    objective: Any = Double(recipe.objective) if dtype is torch.float64 else recipe.objective
-    augmentation = federation.method.augmentation
-    local = LocalRound(client, Message({**received, **base}), 1, 0, objective, augmentation, previous)
-    terms = [DoubleViews(term=regularizer) for regularizer in recipe.regularizers]
-    train_locally(local, recipe.training, terms, recipe.rounds)
+    sent, augmentation = Message({**received, **base}), federation.method.augmentation
+    local = LocalRound(client, sent, 1, 0, recipe.objective, augmentation, previous)
+    train_locally(local, recipe.training, recipe.regularizers, recipe.rounds)
     return client.model.state_dict(), local.logged()
 
 

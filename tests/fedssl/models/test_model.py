@@ -1,7 +1,5 @@
 """A model's heads and target network; encoders cut into layers: the cut changes nothing, and roles do what they say."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

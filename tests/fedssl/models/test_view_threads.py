@@ -1,7 +1,5 @@
 """Two views that pass at a time give what they give one after the other; and which networks can be shared."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from fedssl.models.view_threads import ViewThreads, sharing_problem
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.training import train_locally
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.models.double import Double
+from tests.fedssl.models.double import to_double
 
 HEADS = {"hidden_features": 16, "output_features": 8}
 
@@ -71,11 +69,10 @@ def trained(recipe: Any, double: bool = False, change: Any = None, terms: Any = 
     """Client 0 after its first round."""
     client = build_federation(recipe).client(0, Message())
     if double:
-        client.model.double()
+        to_double(client.model)
     if change is not None:
         change(client.model)
-    objective: Any = Double(recipe.objective) if double else recipe.objective
-    local = LocalRound(client, Message(), 1, recipe.seed, objective, recipe.augmentation)
+    local = LocalRound(client, Message(), 1, recipe.seed, recipe.objective, recipe.augmentation)
     train_locally(local, recipe.training, terms, rounds=1)
     return local
 

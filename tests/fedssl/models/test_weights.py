@@ -1,7 +1,5 @@
 """Weights that a run starts from: what is loaded, what is left out, and what is refused by name."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import warnings
@@ -115,11 +113,16 @@ def test_what_is_no_weights_is_refused_and_code_in_a_file_never_run(tmp_path, ca
     assert "code was run" not in capsys.readouterr().out
 
 
-def test_a_runs_folder_and_its_checkpoints_are_answered_with_export(noisy, finished):
+def test_a_runs_folder_and_an_export_of_another_architecture_are_refused(noisy, finished, tmp_path):
     run = finished(noisy(**AVERAGED))
     for path in (run, next((run / "checkpoints").glob("server*"))):
         with pytest.raises(UserError, match=rf"export its encoder first, with fedssl export {run} FOLDER"):
             read(path)
+    folder = export_encoder(run, tmp_path / "encoder")
+    with pytest.raises(UserError, match="holds the weights of small_convnet, not of small_convnet_wide: set"):
+        read(folder, "small_convnet_wide")
+    with pytest.raises(UserError, match="holds the weights of resnet18, not of small_convnet"):
+        read("timm:resnet18.a1_in1k")
 
 
 def test_timms_names(monkeypatch):
@@ -213,14 +216,6 @@ def test_several_architectures_need_a_mapping(noisy, tmp_path):
     assert same(federation.new_model(1).encoder.state_dict(), plain.new_model(1).encoder.state_dict())
     with pytest.raises(UserError, match=r"model\.weights names small_vit, but architectures has"):
         build_federation(noisy(**hetero, model={"weights": {"small_vit": str(tmp_path / "a.safetensors")}}))
-
-
-def test_an_export_of_another_architecture_is_refused(noisy, finished, tmp_path):
-    folder = export_encoder(finished(noisy(**AVERAGED)), tmp_path / "encoder")
-    with pytest.raises(UserError, match="holds the weights of small_convnet, not of small_convnet_wide: set"):
-        read(folder, "small_convnet_wide")
-    with pytest.raises(UserError, match="holds the weights of resnet18, not of small_convnet"):
-        read("timm:resnet18.a1_in1k")
 
 
 # The recipe and the run's record

@@ -1,7 +1,5 @@
 """The objectives' losses by hand, their heads, what their target networks follow, and Orchestra's memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
