@@ -189,9 +189,7 @@ def test_torchvision_sets_that_are_missing_or_cannot_be_downloaded(tmp_path, mon
 
 IMAGES = {"name": "images", "path": "."}
 BAD_DATA = [
-    ({"name": "npz"}, "name=npz needs path"),
-    ({"name": "folder"}, "name=folder needs path"),
-    ({"name": "images"}, "name=images needs path=a folder of images"),
+    *(({"name": name}, f"name={name} needs path=") for name in ["npz", "folder", "images"]),
     ({"path": "a.npz"}, "path is given but name=digits"),
     ({"public_path": "p.npz", "public_holdout": 5}, "two sources of public images"),
     ({"labels": "folders"}, "labels is for name=images, not for name=digits"),

@@ -61,11 +61,16 @@ def test_kinds_that_are_read_and_gray_ones_have_one_channel(tmp_path, name, cont
         assert (image[:, 5, column] - image.new_tensor(colour)).abs().max() <= lost
 
 
+def exif_of(orientation: int) -> bytes:
+    entries = Image.Exif()
+    entries[274], entries[282] = orientation, 72.5
+    return entries.tobytes()
+
+
 @pytest.mark.parametrize(("orientation", "corner"), [(1, (2, 5)), (3, (13, 5)), (6, (5, 2)), (8, (5, 13))])
 def test_photos_are_turned_upright(tmp_path, orientation, corner):
     """The left half is red as the file is stored; the camera's entry says where that half belongs."""
-    entry = Image.Exif()
-    entry[274] = orientation
+    entry = exif_of(orientation)
     column, row = corner
     for kind in ("PNG", "JPEG"):
         pixels = load_with(tmp_path / kind, f"1.{kind}", encoded(COLOUR, kind, exif=entry)).train_images[1]
@@ -73,12 +78,6 @@ def test_photos_are_turned_upright(tmp_path, orientation, corner):
     deep = encoded(Image.fromarray(ramp(0, 255, "u2")), "PNG", exif=entry)
     pixels = load_with(tmp_path / "deep", "1.png", deep, gray=True, window=(0, 255)).train_images[1, 0]
     assert pixels[row, column] < 80
-
-
-def exif_of(orientation: int) -> bytes:
-    entries = Image.Exif()
-    entries[274], entries[282] = orientation, 72.5
-    return entries.tobytes()
 
 
 RATIONAL, TEXT = b"\x01\x1a\x00\x05", b"\x01\x1a\x00\x02"  # the type of the entry 282

@@ -59,7 +59,6 @@ def info_nce_by_hand(s: float) -> float:
         (BYOL(), (1 + 1 - COSINE) / 2),
         (BYOL(symmetric=False), 1.0),
         (SimSiam(), -0.5),  # the cosines of the two pairs are 0 and 1
-        (SimSiam(stop_gradient=False), -0.5),
         (SimCLR(), nt_xent_by_hand(1 / 0.5)),
         (FedX(), nt_xent_by_hand(1 / 0.1)),
         (MoCoV3(), info_nce_by_hand(1 / 0.05)),
