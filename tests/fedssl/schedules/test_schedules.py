@@ -14,7 +14,6 @@ from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate
-from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.schedules.base import Plan
 from fedssl.schedules.layer_wise import LayerWise
@@ -112,9 +111,7 @@ class Exchange:
         return found
 
 
-@pytest.fixture(
-    scope="module", params=[("moco_v3", "small_vit"), ("byol", "small_resnet10"), ("simclr", "small_resnet10")], ids=str
-)
+@pytest.fixture(scope="module", params=[("byol", "small_resnet10"), ("simclr", "small_vit")], ids=str)
 def two_stages(request, staged):
     """Two stages of two layers and two rounds: objective, architecture, and all that was sent and kept, by round."""
     objective, architecture = request.param
@@ -174,27 +171,23 @@ def test_later_layers_are_untouched_and_reshaping_layers_are_left_behind(staged)
             assert mine not in state
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_optimiser_holds_only_what_trains(staged, optimizer, monkeypatch):
+def test_the_optimiser_holds_only_what_trains(staged, monkeypatch):
     held: list[int] = []
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-    step = kind.step
+    step = torch.optim.AdamW.step
 
     def counting(self, *arguments, **options):
         done = step(self, *arguments, **options)
         held.append(sum(t.numel() for state in self.state.values() for t in state.values() if t.dim()))
         return done
 
-    monkeypatch.setattr(kind, "step", counting)
-    recipe = staged(architecture="small_vit", training={"local_epochs": 1, "batch_size": 20, "optimizer": optimizer})
-    exchange = Exchange(recipe)
+    monkeypatch.setattr(torch.optim.AdamW, "step", counting)
+    exchange = Exchange(staged(architecture="small_vit"))
     for number in (1, 3):
         held.clear()
         _, up = exchange.round(number, [0])
         parameters = dict(exchange.federation.new_model(None).named_parameters())
         trained = sum(t.numel() for name, t in up[0].tensors.items() if name in parameters)
-        copies = 1 if optimizer == "sgd" else 2
-        assert set(held) == {copies * trained}
+        assert set(held) == {2 * trained}
 
 
 def test_a_client_that_joins_late_receives_what_it_lacks(staged):
@@ -285,7 +278,7 @@ def test_killed_around_a_stages_end_and_resumed_it_ends_alike(schedule, staged, 
     assert contents(killed) == contents(tmp_path / "undisturbed")
 
 
-def test_a_run_is_evaluated_at_its_depth(staged, tmp_path, monkeypatch):
+def test_a_run_is_evaluated_at_its_depth(tiny, tmp_path, monkeypatch):
     depths = []
 
     def watching(model, *arguments, **options):
@@ -293,8 +286,8 @@ def test_a_run_is_evaluated_at_its_depth(staged, tmp_path, monkeypatch):
         return evaluate_model(model, *arguments, **options)
 
     monkeypatch.setattr("fedssl.engines.rounds.evaluate_model", watching)
-    run(staged(evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}}), tmp_path / "a")
-    assert depths == [4, 1, 2, 3, 4]  # before training the untrained encoder, whole
+    run(tiny(**LW_FEDSSL, evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}}), tmp_path / "a")
+    assert depths == [4, 2, 4]  # before training the untrained encoder, whole
 
 
 def test_other_aggregators_and_regularizers_work_on_the_layers_that_travel(staged):
@@ -344,12 +337,8 @@ def test_the_encoder_is_bit_for_bit_that_of_an_untrained_run_of_the_same_seed(ti
     assert [sum(cost.flops.values()) for cost in estimate(federation)] == [0, 0]
 
 
-def test_a_scratch_run_measures_the_same_before_and_after_and_is_fine_tuned(tmp_path):
-    fine_tune = "evaluation.fine_tune={epochs: 2, warmup_epochs: 0}"
-    run(small("scratch", "rounds=1", fine_tune), tmp_path / "scratch")
-    found = {(n, m): v for n, who, m, v in RunDirectory.open(tmp_path / "scratch").read_metrics() if who == "global"}
+def test_a_scratch_run_measures_the_same_before_and_after(finished):
+    path = finished(small("scratch"))
+    found = {(n, m): v for n, who, m, v in RunDirectory.open(path).read_metrics() if who == "global"}
     for measure in ("knn", "linear", "effective_rank"):
-        assert found[0, measure] == found[1, measure]
-    assert {metric for number, metric in found if number == 1 and metric.startswith("fine_tune_")}
-    page = write_report([tmp_path / "scratch"], collapse=False, images=False)
-    assert "scratch" in page.read_text()
+        assert found[0, measure] == found[2, measure]
