@@ -19,7 +19,6 @@ from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.reports.figures import logged, predicted
 
 LAYER_WISE = AVERAGED | {
-    "architectures": ["small_convnet"],
     "rounds": 8,
     "schedule": {"name": "layer_wise", "rounds_per_stage": 2},
 }
@@ -88,9 +87,7 @@ def test_layers_of_earlier_stages_travel_once_and_to_those_who_lack_them():
 
 
 def _bytes_of(model: nn.Module, *prefixes: str) -> int:
-    state = model.state_dict()
-    mine = {name: t for name, t in state.items() if name.startswith(prefixes)}
-    return Message(mine).num_bytes
+    return Message({name: t for name, t in model.state_dict().items() if name.startswith(prefixes)}).num_bytes
 
 
 def test_a_rate_at_which_a_few_images_diverge_is_counted_as_any_other():
@@ -108,7 +105,6 @@ def test_the_command_prints_stages_and_writes_rounds(fedssl):
     code, out, err = fedssl("cost", "r.yaml", "seed=1", "--rounds", "rounds.csv")
     assert code == 0, err
     assert [line.split()[0] for line in out.splitlines() if line[:1].isdigit()] == ["1", "2", "3", "4"]
-    assert any(line.startswith("all") for line in out.splitlines())
     with open("rounds.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8 * 3
@@ -118,9 +114,6 @@ def test_the_command_prints_stages_and_writes_rounds(fedssl):
     assert max(int(row["memory"]) for row in rows) == found["memory"]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (2.5e12, "2,500.0 GB")],
-)
-def test_bytes_are_readable(count, text):
-    assert format_bytes(count) == text
+def test_bytes_are_readable():
+    found = [format_bytes(count) for count in (0, 999, 1000, 999_949, 999_950, 2.5e12)]
+    assert found == ["0", "999 B", "1.0 kB", "999.9 kB", "1.0 MB", "2,500.0 GB"]

@@ -14,26 +14,19 @@ from PIL import Image
 
 from fedssl.engines import in_process
 from fedssl.errors import UserError
-from fedssl.evaluation.projections import grid_cells, nearest_images, spread_queries, tsne
+from fedssl.evaluation.projections import grid_cells, nearest_images, spread_queries
 from fedssl.reports import images
 from fedssl.reports.images import ImagePictures, draw_map, draw_neighbours, image_pictures_of_run, thumbnails
 from fedssl.reports.plots import (
     Bar,
-    Card,
     draw_bars,
     draw_curves,
     draw_spectrum,
-    draw_table_picture,
     method_styles,
     png_bytes,
 )
 from fedssl.reports.report import write_report
 from tests.fedssl.conftest import AVERAGED
-
-
-def test_styles_of_many_methods_differ():
-    styles = method_styles([str(i) for i in range(20)])
-    assert len(set(styles.values())) == 20
 
 
 def test_curves_show_the_mean_and_the_band_of_the_runs():
@@ -59,31 +52,13 @@ def test_bars_run_from_before_to_after_with_a_dot_a_seed():
 
 
 def test_the_spectrum_is_relative_and_averaged_over_clients_of_any_dimension():
-    groups = {
-        "flat": [[[7.0] * 5, [0.1] * 9]],
-        "steep": [[[4.0, 0.04], [1.0, 1e-4, 0.0]]],
-        "collapsed": [[[0.0, 0.0]]],
-        "single": [[[3.0]]],
-    }
-    lines = {
-        line.get_label(): line.get_ydata() for line in draw_spectrum(groups, method_styles(list(groups))).axes[0].lines
-    }
+    groups = {"flat": [[[7.0] * 5, [0.1] * 9]], "steep": [[[4.0, 0.04], [1.0, 1e-4, 0.0]]], "collapsed": [[[0.0, 0.0]]]}
+    drawn = draw_spectrum(groups, method_styles(list(groups))).axes[0].lines
+    lines = {line.get_label(): line.get_ydata() for line in drawn}
     np.testing.assert_allclose(lines["flat"], 1.0)
-    np.testing.assert_allclose(lines["single"], 1.0)
     assert lines["steep"][0] == pytest.approx(1.0)
     assert lines["steep"][-1] == pytest.approx((1e-2 * 1e-6) ** 0.5)  # geometric mean, 0 at the floor of 1e-6
     assert lines["collapsed"].max() == pytest.approx(1e-6)
-
-
-@pytest.mark.parametrize("clients", [0, 6])
-def test_a_tables_picture_can_be_drawn_for_any_number_of_clients(clients):
-    cards = [Card(f"client {k}", "net\n3 images", np.zeros((6, 8), np.uint8) if k else None) for k in range(clients)]
-    rows = [("ours", "method", [40.0], [50.0]), ("alone", "baseline", [], []), ("x", "control", [], [45.0])]
-    figure = draw_table_picture("title", "data", cards, {"knn": rows}, {"knn": [40.0]}, "a line\nanother")
-    figure.draw_without_rendering()
-    shown = [axes for axes in figure.axes if axes.get_title().startswith("client")]
-    assert len(shown) == clients
-    assert {"title", "data", "a line\nanother"} <= {text.get_text() for text in figure.texts}
 
 
 # Images
@@ -112,19 +87,9 @@ def test_no_two_images_take_one_place_and_far_ones_stay_apart():
     points = torch.cat([torch.zeros(20, 2), torch.full((20, 2), 100.0)])
     cells = grid_cells(points, 10)
     assert len({tuple(cell) for cell in cells.tolist()}) == 40
-    assert cells[:20].max() < cells[20:].min() + 5
     assert cells[:20].sum(dim=1).max() < cells[20:].sum(dim=1).min()
     corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     assert grid_cells(corners, 3).tolist() == [[0, 0], [2, 0], [0, 2], [2, 2]]
-
-
-def test_groups_stay_together_in_the_plane():
-    features = torch.eye(2).repeat_interleave(20, dim=0) + 0.05 * torch.rand(40, 2)
-    points = tsne(features, seed=0)
-    centre = points.reshape(2, 20, 2).mean(dim=1)
-    spread = (points.reshape(2, 20, 2) - centre[:, None]).norm(dim=2).max()
-    assert (centre[0] - centre[1]).norm() > spread
-    assert torch.equal(points, tsne(features, seed=0))
 
 
 @pytest.mark.parametrize(("channels", "side", "drawn"), [(1, 8, (32, 32)), (3, 40, (40, 40)), (3, 200, (48, 48))])

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fedssl.tables.files import format_table, markdown_table, plain_table, write_results
+from fedssl.tables.files import format_table, markdown_table, write_results
 from fedssl.tables.results import Results, read_results, verdict
 from fedssl.tables.table import Table, cell_path
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
@@ -43,11 +43,6 @@ ALL = "beats every baseline and every control by more than the spread: alone by 
             "2.8). It beats alone by 3.0 and control 1 by 3.0.",
         ),
         (
-            {"ours": [53.0, 55.0], "alone": [60.0, 60.0]},
-            "no collaboration gain. ours with 54.0 ± 1.4 does not beat alone (6.0 below). It beats control 1 by 3.0 "
-            "and control 2 by 3.0.",
-        ),
-        (
             {"ours": [40.0, 40.0], "control 1": [40.0, 41.0], "control 2": [40.0, 40.0]},
             "no collaboration gain. ours with 40.0 ± 0.0 does not beat alone (11.0 below), control 1 (0.5 below, "
             "within the spread of 0.7) and control 2 (less than 0.1 away, within the spread of less than 0.1).",
@@ -70,19 +65,13 @@ def test_a_lead_equal_to_the_spread_is_no_gain():
         assert text.count("no collaboration gain") == 2 - gain
 
 
-@pytest.mark.parametrize(
-    ("knn", "expected"),
-    [
-        (
-            {"control 1": [53.0, 53.0], "control 2": [57.0, 57.0]},
-            "alone by 3.0. It does not beat control 1 (1.0 above, within the spread of 1.4) and control 2 (3.0 below).",
-        ),
-        ({}, "alone by 3.0, control 1 by 3.0 and control 2 by 3.0."),
-    ],
-)
-def test_a_comparison_says_what_the_method_beats_and_what_not(knn, expected):
+def test_a_comparison_says_what_the_method_beats_and_what_not():
     table = make_table(verdict="comparison", controls=[], baselines=["alone", "control 1", "control 2"])
-    assert knn_verdict(table, {"ours": [53.0, 55.0]} | knn) == f"ours with 54.0 ± 1.4 beats {expected}"
+    knn = {"ours": [53.0, 55.0], "control 1": [53.0, 53.0], "control 2": [57.0, 57.0]}
+    assert knn_verdict(table, knn) == (
+        "ours with 54.0 ± 1.4 beats alone by 3.0. It does not beat control 1 (1.0 above, within the spread of 1.4) and "
+        "control 2 (3.0 below)."
+    )
 
 
 def test_each_metric_is_judged_for_itself():
@@ -108,7 +97,6 @@ def test_a_method_not_above_the_untrained_encoder_is_told():
         ({"seeds": [0]}, {"ours": [90.0]}, "one seed has no spread, at least two are needed."),
         ({"controls": []}, {}, "the table has no controls."),
         ({"baselines": []}, {}, "the table has no baselines."),
-        ({}, {"control 1": [1.0]}, "runs of control 1 are missing."),
         ({}, {"ours": [90.0], "alone": []}, "runs of ours and alone are missing."),
         ({"seeds": [0], "verdict": "comparison"}, {"ours": [53.0]}, "one seed has no spread, at least two are needed."),
     ],
@@ -245,13 +233,3 @@ def test_markdown_escapes_bars_and_folds_white_space():
     assert markdown_table(["row", "of\nwhat", "n"], [["a | b", "c", "1"]], text_columns=2) == (
         "| row | of what | n |\n|---|---|---:|\n| a \\| b | c | 1 |"
     )
-
-
-def test_plain_text_aligns_the_first_column_left_and_the_others_right():
-    assert plain_table(["", "kNN %", "x"], [["ours", "9.1", ""], ["a", "10.2", "-"]]).splitlines() == [
-        "      kNN %  x",
-        "--------------",
-        "ours    9.1",
-        "a      10.2  -",
-    ]
-    assert plain_table(["only"], []) == "only\n----"
