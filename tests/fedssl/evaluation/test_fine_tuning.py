@@ -140,15 +140,12 @@ def test_it_equals_plain_sgd_on_the_whole_network(monkeypatch, name, rates, nest
 
     network = nn.Sequential(copy.deepcopy(encoder), layers[0]).train()
     inputs = (images.float() / 255 - 0.5) / 0.25
-    velocity = [torch.zeros_like(parameter) for parameter in network.parameters()]
-    rate_of = [rates[0]] * 4 + [rates[1]] * 2
+    groups = [{"params": part.parameters(), "lr": rate} for part, rate in zip(network, rates, strict=True)]
+    optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=nesterov)
     for _ in range(4):
-        network.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(network(inputs), labels).backward()
-        with torch.no_grad():  # as torch defines it: v = 0.9 v + g, a step along v, with Nesterov along g + 0.9 v
-            for parameter, v, rate in zip(network.parameters(), velocity, rate_of, strict=True):
-                v.mul_(0.9).add_(parameter.grad)
-                parameter -= rate * (parameter.grad + 0.9 * v if nesterov else v)
+        optimizer.step()
     for own, expected in zip(got.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5)
 

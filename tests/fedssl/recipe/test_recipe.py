@@ -34,7 +34,6 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
     ("override", "parts"),
     [
         ("trainin.batch_size=16", ["trainin: unknown key", "did you mean training?"]),
-        ("training.batch=16", ["training.batch: unknown key", "did you mean batch_size?", "local_epochs"]),
         ("training.batch_size=abc", ["training.batch_size", "integer", "'abc'"]),
         ("training.batch_size=1", ["training.batch_size", "greater than or equal to 2", "got 1"]),
         ("regularizers.0.weights=1", ["regularizers.0.weights: unknown key", "did you mean weight?"]),
@@ -45,7 +44,6 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("objective.name=byoll", ["objective.name", ", ".join(part_names("objectives"))]),
         ("objective=3", ["objective: expected a part", "got 3"]),
         ("data.name=mnist", ["data.name", "'digits'", "'mnist'"]),
-        ("rounds=0", ["rounds", "got 0"]),
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
         ("architectures=[", ["not YAML"]),
@@ -163,8 +161,8 @@ MARKS = (
     "99999999999999999999",
 )
 TEXT_KEYS = (
-    *("name", "description", "data.path", "data.public_path", "data.labels", "data.label_column", "data.file_column"),
-    *("partition.column", "data.class_names.0", "architectures.0", "evaluation.downstream.mine.path"),
+    *("name", "data.path", "data.labels", "data.label_column", "partition.column", "data.class_names.0"),
+    *("architectures.0", "evaluation.downstream.mine.path"),
 )
 
 
@@ -201,9 +199,9 @@ def test_in_a_file_an_unquoted_text_is_what_was_written(text, tmp_path):
         assert (loaded.rows[0].label, loaded.method, loaded.paper) == (text, text, {text: {"knn": text}})
 
 
-@pytest.mark.parametrize("text", [*ODD_TEXTS, *MARKS[:2]])
-def test_the_data_of_an_evaluation_are_texts_too(text):
-    assert parse_data(f"name=npz,path={text}").path == Path(text)
+def test_the_data_of_an_evaluation_are_texts_too():
+    for text in (*ODD_TEXTS, *MARKS[:2]):
+        assert parse_data(f"name=npz,path={text}").path == Path(text)
 
 
 def test_null_is_none_and_numbers_stay_numbers(tmp_path):

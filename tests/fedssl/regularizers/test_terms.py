@@ -243,11 +243,12 @@ def pixels(*pairs) -> torch.Tensor:
 # Distances of weights
 
 
-def test_the_proximal_term_by_hand():
+@pytest.mark.parametrize("part", [Proximal(weight=0.2), DistanceToGlobal(of="weights", weight=0.2)])
+def test_the_distance_of_weights_by_hand(part):
     """Two of four weights move, by 0.3 and -0.4: mu / 2 * (0.09 + 0.16) = 0.025 for mu = 0.2, gradient mu (w - w_t)."""
     model = encoding([[1.0, 2.0], [3.0, 4.0]])
-    local = local_round(model)
-    term = Proximal(weight=0.2).start_round(local)
+    local = local_round(model, weights([[1.0, 2.0], [3.0, 4.0]]))
+    term = part.start_round(local)
     step = step_at(model, pixels((0, 0)))
     assert float(term(step).detach()) == 0
     with torch.no_grad():
@@ -256,17 +257,8 @@ def test_the_proximal_term_by_hand():
     assert float(value.detach()) == pytest.approx(0.025)
     value.backward()
     torch.testing.assert_close(model.encoder.weight.grad, torch.tensor([[0.06, 0.0], [0.0, -0.08]]))
-    assert local.logged()["proximal_distance"] == pytest.approx(0.25)  # the mean of 0 and 0.5
-
-
-def test_the_distance_of_weights_to_the_global_ones_by_hand():
-    """The same numbers: lambda / 2 (0.09 + 0.16) = 0.025 for 0.2, gradient lambda (v - w)."""
-    model = encoding([[1.3, 2.0], [3.0, 3.6]])
-    local = local_round(model, weights([[1.0, 2.0], [3.0, 4.0]]))
-    value = DistanceToGlobal(of="weights", weight=0.2).start_round(local)(step_at(model, pixels((1, 1))))
-    assert float(value.detach()) == pytest.approx(0.025)
-    value.backward()
-    torch.testing.assert_close(model.encoder.weight.grad, torch.tensor([[0.06, 0.0], [0.0, -0.08]]))
+    if isinstance(part, Proximal):
+        assert local.logged()["proximal_distance"] == pytest.approx(0.25)  # the mean of 0 and 0.5
 
 
 def test_frozen_and_absent_layers_have_no_proximal_distance():

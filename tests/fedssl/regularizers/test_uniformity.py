@@ -151,25 +151,19 @@ def test_samples_are_drawn_on_the_models_device(term, monkeypatch):
 
 
 def released_term(points, samples, base, direction):
-    """The released term in float64, one tangent space, direction and point after the other.
+    """The released term in float64, one tangent space after the other.
 
-    For each tangent space: the logarithms of samples and points as (angle / |u|) u with u = z - <z, t> t; their
-    products with Gaussian directions; sorted; the mean of the squared differences over directions and points. The sum
-    over the tangent spaces is divided by 6.
+    The logarithms of samples and points are (angle / |u|) u with u = z - <z, t> t. Their products with Gaussian
+    directions are sorted; the sum over the tangent spaces of the mean squared differences is divided by 6.
     """
     total = 0.0
     for t, directions in zip(base.double(), direction.double(), strict=True):
-        squares = []
-        for v in directions:
-            values = []
-            for group in (points.double(), samples.double()):
-                coordinates = []
-                for z in group:
-                    u = z - (z @ t) * t
-                    coordinates.append(float(torch.acos((z @ t).clamp(-1, 1)) * (u / u.norm()) @ v))
-                values.append(sorted(coordinates))
-            squares += [(a - b) ** 2 for a, b in zip(*values, strict=True)]
-        total += sum(squares) / len(squares)
+        values = []
+        for z in (points.double(), samples.double()):
+            cosine = (z @ t).unsqueeze(1)
+            logarithm = torch.acos(cosine) * F.normalize(z - cosine * t, dim=1)
+            values.append((logarithm @ directions.T).sort(dim=0).values)
+        total += float((values[0] - values[1]).square().mean())
     return total / 6
 
 
