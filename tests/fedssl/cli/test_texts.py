@@ -27,6 +27,7 @@ from fedssl.recipe.overrides import read_text, read_values, shipped_names
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.untrusted import PART_KEYS
+from tests.fedssl.recipe.own_part import OWN_PART
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
 
 # `fedssl recipes`, `tables`, `presets` and `show`
@@ -44,24 +45,6 @@ for arguments in {LISTS}:
         assert not exit.code, arguments
     assert not (heavy := [name for name in {HEAVY} if name in sys.modules]), (arguments, heavy)
 """
-OWN_PART = '''"""A term of one's own."""
-
-from pydantic import Field
-
-from fedssl.regularizers.base import Regularizer
-
-
-class Own(Regularizer):
-    """Adds nothing.
-
-    It is for a test.
-    """
-
-    strength: float = Field(0.5, ge=0, description="how much of nothing")
-
-    def start_round(self, local):
-        return lambda step: 0.0
-'''
 
 
 @pytest.fixture

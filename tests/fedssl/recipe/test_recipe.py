@@ -21,6 +21,7 @@ from fedssl.tables.table import load_table
 from fedssl.untrusted import PART_KEYS
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.killed_runs import Killed, KilledIn
+from tests.fedssl.recipe.own_part import OWN_PART
 
 
 def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mappings_and_lists():
@@ -68,25 +69,13 @@ def test_all_problems_of_the_parts_are_told_at_once():
         parse_recipe(values)
 
 
-PART = """
-from fedssl.regularizers.base import Regularizer
-
-
-class Nothing(Regularizer):
-    weight: float = 1.0
-
-    def start_round(self, local):
-        return lambda step: self.weight * step.loss.new_zeros(())
-"""
-
-
 @pytest.fixture
 def recipe_with_own_part(tmp_path):
     """`study/mine.yaml`, which names `study/parts/nothing.py` as seen from its own folder."""
     folder = tmp_path / "study"
     (folder / "parts").mkdir(parents=True)
-    (folder / "parts" / "nothing.py").write_text(PART)
-    values = tiny_values(regularizers=["./parts/nothing.py", {"name": "./parts/nothing.py", "weight": 2.0}])
+    (folder / "parts" / "nothing.py").write_text(OWN_PART)
+    values = tiny_values(regularizers=["./parts/nothing.py", {"name": "./parts/nothing.py", "strength": 2.0}])
     (folder / "mine.yaml").write_text(yaml.safe_dump(values))
     return folder / "mine.yaml"
 
@@ -101,7 +90,7 @@ def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_wit
         monkeypatch.chdir(folder)
         recipe = load_recipe(path)
         assert [regularizer.name for regularizer in recipe.regularizers] == [part, part]
-        assert recipe.regularizers[1].weight == 2.0
+        assert recipe.regularizers[1].strength == 2.0
     monkeypatch.chdir(tmp_path / "study" / "parts")  # an override is seen from where it is typed
     assert load_recipe("fedbyol", ["regularizers=[./nothing.py]"]).regularizers[0].name == part
 

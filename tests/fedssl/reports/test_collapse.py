@@ -181,10 +181,9 @@ def test_the_sphere_shows_the_near_and_the_far_side():
     near, far = [1.0, 0.0, 0.0], [-0.6, 0.8, 0.0]
     found = made_up(**{"global": geometry([-1.0], [near, far]), "client0": geometry([-1.0], [near, near])})
     figure = draw_spheres({"ours": found, "none": made_up(client3=geometry([-1.0], [near, far]))})
-    first, second, third, empty = figure.axes
-    assert first.get_title() == "global model: 25 % covered"
-    assert second.get_title() == "client 0: 25 % covered"
-    assert third.get_title() == "client 3: 25 % covered"
+    first, *_, empty = figure.axes
+    titles = [f"{model}: 25 % covered" for model in ("global model", "client 0", "client 3")]
+    assert [axes.get_title() for axes in figure.axes] == [*titles, ""]
     assert not empty.collections
     pale, strong = first.collections
     assert pale.get_offsets().tolist() == [[0.8, 0.0]]
@@ -193,14 +192,10 @@ def test_the_sphere_shows_the_near_and_the_far_side():
 
 
 def test_tsne_leaves_out_methods_without_a_global_model():
-    points = [[1.0, 0, 0]] * 2
-    alone = made_up(client0=geometry([-1.0], points))
-    both = made_up(**{"global": geometry([-1.0], points), "client0": geometry([-1.0], points)})
+    one = geometry([-1.0], [[1.0, 0, 0]] * 2)
+    alone, both = made_up(client0=one), made_up(**{"global": one, "client0": one})
     assert draw_tsne({"alone": alone}) is None
-    figure = draw_tsne({"alone": alone, "both": both})
-    assert figure is not None
-    (axes,) = figure.axes
-    assert axes.get_title() == "global model and client 0"
+    (axes,) = draw_tsne({"alone": alone, "both": both}).axes
     circles, crosses = axes.collections
     assert circles.get_offsets().tolist() == [[0, 0], [1, 1]]
     assert crosses.get_offsets().tolist() == [[2, 2], [3, 3]]

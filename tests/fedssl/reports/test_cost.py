@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from fedssl.reports.cost import estimate, format_bytes, totals
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.reports.figures import logged, predicted
 
-LAYER_WISE = AVERAGED | {
+LAYER_WISE: dict[str, Any] = AVERAGED | {
     "rounds": 8,
     "schedule": {"name": "layer_wise", "rounds_per_stage": 2},
 }
+TWO_STAGES = LAYER_WISE | {"rounds": 4, "schedule": LAYER_WISE["schedule"] | {"layers_per_stage": 2}}
 TRANSFORMER = {
     "architectures": ["small_vit"],
     "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
@@ -38,12 +40,12 @@ KINDS = {
     | {"training": {"local_steps": 5, "local_epochs": 3, "batch_size": 8}, "rounds": 1, "regularizers": ["uniformity"]},
     "two processes a client": AVERAGED
     | {"training": {"local_epochs": 1, "batch_size": 8, "processes": 2}, "rounds": 1},
-    "layer-wise, joining late, int8 on the wire": LAYER_WISE | {"clients_per_round": 1, "transport": "int8"},
-    "layer-wise, aligned to previous models, dropping out, bfloat16 on the wire": LAYER_WISE
+    "layer-wise, joining late, int8 on the wire": TWO_STAGES | {"clients_per_round": 1, "transport": "int8"},
+    "layer-wise, aligned to previous models, dropping out, bfloat16 on the wire": TWO_STAGES
     | {"regularizers": ["representation_alignment", "proximal"], "client_dropout": 0.4, "transport": "bfloat16"},
-    "depth dropout": LAYER_WISE
+    "depth dropout": TWO_STAGES
     | TRANSFORMER
-    | {"schedule": {"name": "layer_wise", "rounds_per_stage": 2, "kept_layers": 2}, "client_dropout": 0.3},
+    | {"schedule": TWO_STAGES["schedule"] | {"kept_layers": 1}, "client_dropout": 0.3},
 }
 
 

@@ -10,8 +10,10 @@ import yaml
 
 from fedssl.errors import UserError
 from fedssl.recipe.overrides import shipped_names
+from fedssl.tables.runner import table_cells
 from fedssl.tables.table import cell_path, cell_recipe, load_table
 from tests.fedssl.conftest import ALIGNED, tiny_values
+from tests.fedssl.recipe.own_part import OWN_PART
 from tests.fedssl.reports.synthetic_runs import ROWS, make_table, table_values
 
 
@@ -26,16 +28,6 @@ def test_every_cell_of_the_shipped_tables_is_a_valid_recipe(name):
             recipe = cell_recipe(table, row, 5, ["rounds=7", *path], scenario)
             assert recipe.name == (f"{row.label} ({scenario.label})" if scenario.label else row.label)
             assert (recipe.seed, recipe.rounds) == (5, 7)
-
-
-OWN_PART = """
-from fedssl.regularizers.base import Regularizer
-
-
-class Own(Regularizer):
-    def start_round(self, local):
-        return lambda step: step.loss.new_zeros(())
-"""
 
 
 def test_recipes_and_part_files_are_seen_from_the_tables_folder(tmp_path, monkeypatch):
@@ -134,6 +126,10 @@ def test_a_scenario_stands_between_the_table_and_the_row(cell, tmp_path):
     assert (second.training.batch_size, second.training.local_epochs, second.rounds) == (6, 1, 9)
     assert cell_path(tmp_path, "ours", 3, "few clients") == tmp_path / "ours" / "few-clients" / "seed-3"
     assert cell_path(tmp_path, "ours", 3) == tmp_path / "ours" / "seed-3"
+    cells = table_cells(make_table(scenarios=scenarios, rows=ROWS[:1], baselines=[], controls=[]), tmp_path)
+    assert [(one.label, one.seed) for one in cells] == [
+        (f"ours, {label}", seed) for seed in (0, 1) for label in ("few clients", "as it is")
+    ]
     table = make_table(paper={"ours": {"knn": "71.2"}})
     assert [(one.label, one.settings, one.paper) for one in table.all_scenarios] == [("", {}, table.paper)]
 
