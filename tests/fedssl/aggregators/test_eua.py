@@ -136,7 +136,7 @@ def test_where_no_client_moved_the_model_stays_and_weights_are_by_samples(part):
     assert logged(state, part.name) == {"weight/0": 0.25, "weight/2": 0.75} | shares  # and no rates
 
 
-@pytest.mark.parametrize("part", [EUA(), MGDA(), EUA(step_size=1.0)])
+@pytest.mark.parametrize("part", [EUA(), MGDA()])
 def test_a_client_that_did_not_move_has_no_weight(part):
     state = part.aggregate(server_at([0.0, 0.0]), HAND | {2: reply([0.0, 0.0], samples=100)})
     alone = part.aggregate(server_at([0.0, 0.0]), HAND)

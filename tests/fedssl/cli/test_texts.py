@@ -136,16 +136,6 @@ def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path):
     assert "regularizers.0.strength = 2.0 (override) how much of nothing [number >= 0]" in text
 
 
-def test_show_refuses_a_wrong_key_or_value_with_the_message_of_run(fedssl, tmp_path):
-    arguments = ["hetero_ssfl", "seed=-1", "data.bogus=1", "flower.differential_privacy={name: other}"]
-    code, out, err = fedssl("show", *arguments)
-    assert (code, out) == (2, "")
-    assert (2, "", err) == fedssl("run", *arguments)
-    assert err.startswith("fedssl: ")
-    assert err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 # What a message advises to type is what the command line takes
 
 #: options of docker, and of the programs of Flower that fedssl starts

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fedssl.accounting import StepCounter
 from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
-from fedssl.messages import Message
 from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.cost import estimate, format_bytes, totals
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
@@ -28,7 +26,6 @@ TRANSFORMER = {
     "architectures": ["small_vit"],
     "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
 }
-TOKENS = ("cls_token", "pos_embed")
 UNEVEN = {"partition": {"name": "dirichlet", "clients": 5, "min_samples": 9, "alpha": 1.0}}
 #: what no shipped recipe has; test_shipped_recipes.py does the same with each of these
 KINDS = {
@@ -67,29 +64,18 @@ def test_the_stem_counts_forward_only_in_a_stage_that_does_not_train_it(architec
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_sends_and_takes_exactly_what_was_predicted(kind, tmp_path):
-    recipe = parse_recipe(tiny_values(**KINDS[kind]))
+def test_a_run_sends_and_takes_exactly_what_was_predicted(kind, noisy, tmp_path):
+    recipe = noisy(**KINDS[kind])
     run(recipe, tmp_path / "a")
     assert predicted(recipe) == logged(tmp_path / "a")
 
 
-def test_layers_of_earlier_stages_travel_once_and_to_those_who_lack_them():
-    """Two rounds a stage: a client that was there receives a finished layer once, a newcomer all of them each time."""
+def test_a_newcomer_is_counted_with_every_layer_that_it_lacks():
     federation = build_federation(parse_recipe(tiny_values(**(LAYER_WISE | TRANSFORMER))))
-    model = federation.new_model(None)
-    block = _bytes_of(model, "online.encoder.network.blocks.0.")
-    stem = _bytes_of(model, "online.encoder.network.patch_embed.", *(f"online.encoder.network.{n}" for n in TOKENS))
-    heads = _bytes_of(model, "online.projector.", "online.predictor.", "online.encoder.network.norm.")
-    costs = estimate(federation)
-    assert [set(cost.bytes_down.values()) for cost in costs] == [
-        {heads + block + extra} for extra in (stem, stem, stem + block, 0, block, 0, block, 0)
-    ]
-    worst = [set(cost.bytes_down.values()) for cost in estimate(federation, newcomers=True)]
-    assert worst == [{heads + stem + (1 + stage) * block} for stage in range(4) for _ in range(2)]
-
-
-def _bytes_of(model: nn.Module, *prefixes: str) -> int:
-    return Message({name: t for name, t in model.state_dict().items() if name.startswith(prefixes)}).num_bytes
+    method, nobody_was_there = federation.method, federation.method.initial_state()
+    for cost in estimate(federation, newcomers=True):
+        sent = method.broadcast(nobody_was_there, [0, 1, 2], cost.number)
+        assert cost.bytes_down == {k: message.num_bytes for k, message in sent.items()}
 
 
 def test_a_rate_at_which_a_few_images_diverge_is_counted_as_any_other():

@@ -92,7 +92,7 @@ def test_no_two_images_take_one_place_and_far_ones_stay_apart():
     assert grid_cells(corners, 3).tolist() == [[0, 0], [2, 0], [0, 2], [2, 2]]
 
 
-@pytest.mark.parametrize(("channels", "side", "drawn"), [(1, 8, (32, 32)), (3, 40, (40, 40)), (3, 200, (48, 48))])
+@pytest.mark.parametrize(("channels", "side", "drawn"), [(1, 8, (32, 32)), (3, 200, (48, 48))])
 def test_thumbnails_keep_their_look(channels, side, drawn):
     images = torch.full((3, channels, side, side), 7, dtype=torch.uint8)
     images[1] = 250

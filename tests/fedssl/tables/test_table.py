@@ -127,8 +127,10 @@ def test_a_scenario_stands_between_the_table_and_the_row(cell, tmp_path):
     assert cell_path(tmp_path, "ours", 3, "few clients") == tmp_path / "ours" / "few-clients" / "seed-3"
     assert cell_path(tmp_path, "ours", 3) == tmp_path / "ours" / "seed-3"
     cells = table_cells(make_table(scenarios=scenarios, rows=ROWS[:1], baselines=[], controls=[]), tmp_path)
-    assert [(one.label, one.seed) for one in cells] == [
-        (f"ours, {label}", seed) for seed in (0, 1) for label in ("few clients", "as it is")
+    assert [(one.label, one.path) for one in cells] == [
+        (f"ours, {label}", cell_path(tmp_path, "ours", seed, label))
+        for seed in (0, 1)
+        for label in ("few clients", "as it is")
     ]
     table = make_table(paper={"ours": {"knn": "71.2"}})
     assert [(one.label, one.settings, one.paper) for one in table.all_scenarios] == [("", {}, table.paper)]
