@@ -213,5 +213,3 @@ def test_a_run_reports_it_and_it_learns(tiny, tmp_path):
     assert found[2, "global"] > found[0, "global"] + 20
     header = evaluate_run(tmp_path / "averaged").read_text().splitlines()[0]
     assert "classifier" in header.split(",")
-    other = evaluate_run(tmp_path / "averaged", data=DataOptions(name="digits", train_limit=50, test_limit=20))
-    assert "classifier" not in other.read_text()

@@ -216,11 +216,6 @@ def test_public_images_leave_no_trace_in_the_running_statistics(part, tiny):
 IDENTITY, EXCHANGED, TURNED = ([[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]], [[0.0, -1.0], [1.0, 0.0]])
 
 
-def projecting(rows) -> Model:
-    """The encoder flattens two pixels, the projector multiplies them by the rows."""
-    return Model({"encoder": nn.Flatten(), "projector": Scale(rows)})
-
-
 def encoding(rows) -> Model:
     """The encoder multiplies two pixels by the rows; there are no heads."""
     return Model({"encoder": Scale(rows)})
@@ -330,7 +325,7 @@ def test_the_alignment_is_towards_what_arrived_and_away_from_the_clients_previou
     """The views are e1 and e2, the model passes them on. The global model turns both by 90 degrees, the previous one
     does nothing: both rows are at right angles to their goal, -log(1 / (1 + 3)) = log 4, and 2 log 4 for weight 2.
     """
-    model, memory = projecting(IDENTITY), Message()
+    model, memory = Model({"encoder": nn.Flatten(), "projector": Scale(IDENTITY)}), Message()
     received, previous = weights(TURNED, "projector"), weights(IDENTITY, "projector").tensors
     part = RepresentationAlignment(weight=2.0, temperature=THREE)
     step = step_at(model, pixels((1, 0)), pixels((0, 1)))

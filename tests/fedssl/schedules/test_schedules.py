@@ -87,7 +87,7 @@ class Exchange:
         self.layers = self.federation.new_model(None).encoder
 
     def round(self, number: int, clients: list[int], break_client: int | None = None):
-        """(what went down, what came up), by client."""
+        """What went down and what came up, by client."""
         down, up = self.method.broadcast(self.server, clients, number), {}
         for k in clients:
             client = self.federation.client(k, self.states.get(k, Message()))

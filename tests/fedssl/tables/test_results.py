@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 
 import pytest
 
@@ -86,7 +85,6 @@ def test_a_method_not_above_the_untrained_encoder_is_told():
     table = make_table(metrics=["knn"])
     knn = {"ours": [53.0, 55.0], "alone": [1.0, 1.0], "control 1": [1.0, 1.0], "control 2": [1.0, 1.0]}
     text = verdict(table, results(knn, start=60.0))
-    assert text.startswith("kNN accuracy: a collaboration gain.")
     assert text.endswith("It is not above the untrained encoder (60.5 ± 0.7).")
     assert "untrained" not in verdict(table, results(knn, start=40.0))
 
@@ -124,12 +122,9 @@ def test_the_table_has_the_untrained_row_first_and_the_papers_figures_beside(tmp
             rows = evaluated(0, "knn", [40.0, 42.0]) + evaluated(2, "knn", [after - 1, after + 1])
             write_run(tmp_path / row.label / f"seed-{seed}", tiny(name=row.label, seed=seed), rows)
     found = read_results(table, tmp_path)
-    lines = [line.split() for line in format_table(table, found).splitlines()]
-    assert lines[0] == ["kNN", "%", "in", "the", "paper", "effective", "rank"]
-    assert lines[2] == ["untrained", "41.0", "±", "0.0", "-"]
-    assert lines[3] == ["ours", "52.0", "±", "1.4", "71.2", "-"]
-    assert lines[4] == ["alone", "51.0", "±", "1.4", "-"]
-    assert lines[5] == ["control", "1", "-", "-"]
+    lines = [" ".join(line.split()) for line in format_table(table, found).splitlines()]
+    assert lines[0] == "kNN % in the paper effective rank"
+    assert lines[2:6] == ["untrained 41.0 ± 0.0 -", "ours 52.0 ± 1.4 71.2 -", "alone 51.0 ± 1.4 -", "control 1 - -"]
     long = make_table(rows=[*ROWS, {"label": "a label of " + "many " * 9 + "words", "recipe": "local_only"}])
     text = format_table(long, read_results(long, tmp_path))
     assert max(map(len, text.splitlines())) <= 80
@@ -170,9 +165,8 @@ def test_scenarios_stand_side_by_side_with_the_papers_figures(two_scenarios):
     assert "Not all runs of alone (cross-device) are finished." in text
     assert "- cross-silo (K = 3): kNN accuracy: ours with 61.0 ± 1.4 beats alone by 10.0." in text
     assert "- cross-device: kNN accuracy: nothing can be said about the order: runs of alone are missing." in text
-    page = re.sub(r">\s+<", "><", (two_scenarios / "table.html").read_text(encoding="utf-8"))
-    spanning = '<th scope="colgroup" colspan="2">'
-    assert f'<td colspan="2"></td>{spanning}cross-silo (K = 3)</th>{spanning}cross-device</th>' in page
+    page = Page(two_scenarios / "table.html")
+    assert page.tables[0][0] == ["", "cross-silo (K = 3)", "cross-device"]
     for slug in ("cross-silo-k-3", "cross-device"):
         assert (two_scenarios / f"picture-{slug}.png").read_bytes().startswith(b"\x89PNG")
 
