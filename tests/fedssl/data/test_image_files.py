@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image
 
@@ -254,10 +255,14 @@ def test_the_table_has_these_rows():
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_of_the_table(tmp_path, name):
     content, window, expected = CASES[name]
+    if int(PIL.__version__.split(".")[0]) < 13 and name in ("gray with associated alpha", "YCbCr (6), 8 bits"):
+        expected = None
     file = tmp_path / "a.tif"
     file.write_bytes(content)
     if expected is None:
-        with pytest.raises(BrokenImageError, match=r"or a TIFF of one that is not read|in a plane each, which are not"):
+        with pytest.raises(
+            BrokenImageError, match=r"of one that is not read|plane each, which are not|this Pillow mixes"
+        ):
             image_kind(file)
         return
     kind = image_kind(file)

@@ -26,6 +26,7 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, totals
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
+from tests.fedssl.deploy.test_start_scripts import post
 from tests.fedssl.engines.flower.deployment import (
     MARK,
     PATIENCE,
@@ -100,6 +101,12 @@ def test_the_bytes_on_the_wire_are_those_that_were_predicted(deployment, large, 
     assert traffic["inbound-bytes"] == pytest.approx(cost["bytes_up"], rel=0.03)
     assert traffic["outbound-bytes"] == pytest.approx(cost["bytes_down"], rel=0.03)
     assert large.bytes == pytest.approx(predicted, rel=0.03)
+
+
+def test_who_has_no_key_fills_no_memory(deployment):
+    """The SuperLink's own port refuses 32 MiB before it has read them; test_limits.py has the rules one by one."""
+    authority = deployment.folder / "superlink" / "ca.crt"
+    assert post(deployment.port, authority, "/v1/fleet/push-object", 2**25) == 413
 
 
 def test_under_the_minimum_a_run_fails_clearly_and_keeps_what_was_committed(deployment, noisy):
