@@ -38,8 +38,7 @@ def assert_optimal(gram, p, rtol=1e-10):
     assert p @ gradient - gradient.min() <= rtol * gram.diagonal().min() + 1e-15 * gram.trace()
 
 
-@pytest.mark.parametrize("correlation", [0.0, 1.0, 5.0])
-@pytest.mark.parametrize("spread", [0.0, 1.0])
+@pytest.mark.parametrize(("correlation", "spread"), [(0.0, 0.0), (1.0, 1.0), (5.0, 0.0), (5.0, 1.0)])
 @pytest.mark.parametrize("clients", [2, 3, 7, 15, 30])
 def test_equals_quadprog(clients, correlation, spread):
     gram = gram_of(clients, 60, correlation, clients, spread)
@@ -159,7 +158,7 @@ def broken(i, j, value):
     ("gram", "message"),
     [
         (broken(0, 0, torch.nan), "gram must be finite, got 1 entries"),
-        (broken(1, 2, torch.inf), "gram must be finite"),
+        (torch.stack([torch.eye(3), broken(1, 2, torch.inf)]), "gram must be finite"),
         (broken(0, 1, 0.5), "gram must be symmetric"),
         (broken(1, 1, -1.0), "gram must be positive semi-definite, got -1"),
         (torch.eye(2).flip(0), "gram must be positive semi-definite"),
@@ -189,13 +188,7 @@ def test_the_kernel_solves_ordinary_problems_itself(clients, correlation, spread
     assert_optimal(gram, weights)
     if not correlation:
         assert (weights > 0).all()
-
-
-@pytest.mark.skipif(native.module is None, reason="the module is not compiled")
-def test_the_kernel_solves_the_smallest_and_the_largest_numbers_itself():
-    gram = gram_of(10, 60, 0.3)
-    weights = torch.ops.fedkernels.client_weights(gram, 1e-8)
-    for size in (2.3e-308 / gram.diagonal().min(), 1e307 / gram.abs().max()):
+    for size in (2.3e-308 / gram.diagonal().min(), 1e307 / gram.abs().max()):  # the smallest and the largest numbers
         torch.testing.assert_close(torch.ops.fedkernels.client_weights(gram * size, 1e-8), weights, rtol=0, atol=1e-12)
 
 

@@ -50,7 +50,7 @@ def test_batch_dimensions_and_broadcasting(centered):
     truth = torch.stack([torch.stack([by_gram(x[i, j], y[j], centered) for j in range(3)]) for i in range(2)])
     torch.testing.assert_close(linear_cka(x, y, centered), truth)
     torch.testing.assert_close(linear_cka_to_kernel(x, y @ y.mT, centered), truth)
-    assert linear_cka(x[:0], y, centered).shape == (0, 3)
+    assert linear_cka(x[:0], y, centered).shape == linear_cka_to_kernel(x[:0], y @ y.mT, centered).shape == (0, 3)
 
 
 def test_pairwise_of_ragged_widths():

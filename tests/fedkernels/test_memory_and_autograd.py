@@ -57,7 +57,6 @@ def test_a_leaf_may_be_used_again(name):
     path = PATHS[name]
     inputs = path.inputs(*SIZES)
     leaf = inputs[0].clone().requires_grad_()
-
     same = [path.learns(number, x) and x.shape == leaf.shape for number, x in enumerate(inputs)]
 
     def total():

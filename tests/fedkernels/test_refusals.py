@@ -1,4 +1,4 @@
-"""What every argument of every operator refuses, in one line that names it; and empty ones that are fine."""
+"""What every argument of every operator refuses, in one line that names it."""
 
 import math
 from fractions import Fraction
@@ -13,13 +13,8 @@ from fedkernels import (
     ViewKey,
     ViewOptions,
     apply_deltas,
-    client_weights,
-    delta_gram,
     info_nce,
-    linear_cka,
-    linear_cka_pairwise,
     linear_cka_to_kernel,
-    nt_xent,
     unbalanced_ot,
     view_parameters,
 )
@@ -209,28 +204,11 @@ LONG = torch.ones(1, 2).expand(HUGE, 2)  # 2^32 entries, 8 bytes
     ("call", "message"),
     [
         (lambda: info_nce(LONG, R[:, :2], 0.5), f"key must have at least the B = {HUGE} rows of query, got 4"),
-        (lambda: nt_xent(LONG, R, 0.5), rf"view2 must have the shape \[{HUGE}, 2\] of view1, got \[4, 3\]"),
-        (lambda: linear_cka(LONG, R), f"y must have the L = {HUGE} rows of x, got 4"),
         (lambda: linear_cka_to_kernel(LONG, torch.eye(4)), rf"kernel must be \[..., {HUGE}, {HUGE}\]"),
-        (lambda: linear_cka_pairwise([LONG, R], [R]), rf"xs\[1\] must have the L = {HUGE} rows of xs\[0\], got 4"),
         (lambda: unbalanced_ot(LONG, torch.ones(4), 1.0, 1.0, 1.0), rf"a must be a number or have .*\[..., {HUGE}\]"),
-        (lambda: client_weights(LONG), rf"gram must have shape \[..., K, K\], got \[{HUGE}, 2\]"),
-        (lambda: delta_gram([LONG], [[LONG.T]]), rf"client_params\[0\]\[0\] must have the shape \[{HUGE}, 2\]"),
-        (lambda: apply_deltas([LONG], [[R]], [1.0]), rf"client_params\[0\]\[0\] must have the shape \[{HUGE}, 2\]"),
         (lambda: apply_deltas([LONG], [[LONG]], [1.0]), r"global_params\[0\] must not overlap itself"),
     ],
 )
 def test_two_to_the_31_rows_are_checked_before_they_are_touched(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_empty_batches_and_parameters_are_fine():
-    assert linear_cka(torch.ones(0, 4, 3), R).shape == (0,)
-    assert linear_cka_to_kernel(torch.ones(2, 0, 4, 3), torch.eye(4)).shape == (2, 0)
-    assert unbalanced_ot(torch.ones(0, 4, 3), 1.0, 1.0, 1.0, 1.0).shape == (0,)
-    assert client_weights(torch.ones(3, 0, 4, 4)).shape == (3, 0, 4)
-    assert delta_gram([R[:0]], [[R[:0]], [R[:0]]]).tolist() == [[0, 0], [0, 0]]
-    empty = R[:0].clone()
-    apply_deltas([empty], [[R[:0]]], [1.0])
-    assert empty.shape == (0, 3)

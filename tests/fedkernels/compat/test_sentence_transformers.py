@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedkernels.compat import sentence_transformers
-from tests.fedkernels.compat.losses import CLOSE
+from tests.fedkernels.compat.losses import CLOSE, SENTENCES
 from tests.fedkernels.distributed.conftest import one_rank, ranks  # noqa: F401  (fixtures)
 from tests.fedkernels.distributed.ranks import Ranks
 
@@ -66,11 +66,6 @@ class Reader(nn.Module):
         self.written += [weakref.ref(features[name]) for name in ("token_embeddings", "sentence_embedding")]
         self.dtypes.append(features["sentence_embedding"].dtype)
         return features
-
-
-def the_originals() -> Any:
-    library = "sentence_transformers.sentence_transformer.losses"
-    return pytest.importorskip(library, reason="sentence-transformers is not installed")
 
 
 def padded(seed: int) -> Features:
@@ -145,7 +140,7 @@ def test_columns_after_the_first_share_a_forward_pass_where_they_can(case):
 
 @pytest.mark.parametrize("case", COLUMNS)
 def test_the_original_shares_the_same_forward_passes(case):
-    originals = the_originals()
+    originals = pytest.importorskip(SENTENCES, reason="sentence-transformers is not installed")
     found = []
     for losses in (sentence_transformers, originals):
         model = Reader()
@@ -164,7 +159,6 @@ def gradients(loss: nn.Module, features: list[Features], factor: float = 2.0) ->
     return [value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained)]
 
 
-@pytest.mark.parametrize("symmetric", [False, True], ids=["one direction", "symmetric"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -173,12 +167,12 @@ def gradients(loss: nn.Module, features: list[Features], factor: float = 2.0) ->
     ],
     ids=str,
 )
-def test_the_cached_loss_is_the_plain_one(kind, options, symmetric):
-    name = "MultipleNegativesSymmetricRankingLoss" if symmetric else "MultipleNegativesRankingLoss"
+def test_the_cached_loss_is_the_plain_one(kind, options):
     features = [FEATURES[kind](seed) for seed in range(3)]
-    cached = getattr(sentence_transformers, f"Cached{name}")(Reader(), **options)
-    plain = getattr(sentence_transformers, name)(Reader())
-    torch.testing.assert_close(gradients(cached, features), gradients(plain, features), **CLOSE)
+    for name in ("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss"):
+        cached = getattr(sentence_transformers, f"Cached{name}")(Reader(), **options)
+        plain = getattr(sentence_transformers, name)(Reader())
+        torch.testing.assert_close(gradients(cached, features), gradients(plain, features), **CLOSE)
 
 
 def test_the_cached_loss_repeats_its_dropout_and_has_its_value_without_gradients():
@@ -331,37 +325,6 @@ def test_matryoshka_can_exchange_calculate_loss():
     torch.testing.assert_close(gradients(loss, features), gradients(plain, features), **CLOSE)
 
 
-@pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRankingLoss is deprecated")
-@pytest.mark.filterwarnings("ignore:The CachedMultipleNegativesSymmetricRankingLoss is deprecated")
-@pytest.mark.parametrize("widths", [[6, 4], [4], [6, 4, 2]], ids=str)
-@pytest.mark.parametrize("kind", ["MultipleNegatives", "MultipleNegativesSymmetric"])
-@pytest.mark.parametrize("cached", ["", "Cached"])
-def test_matryoshka(cached, kind, widths):
-    originals = the_originals()
-    options = {"mini_batch_size": 3} if cached else {}
-    features = [padded(seed) for seed in range(3)]
-    found = []
-    for losses in (sentence_transformers, originals):
-        model = Reader()
-        loss = getattr(losses, f"{cached}{kind}RankingLoss")(model, **options)
-        found.append(
-            gradients(originals.MatryoshkaLoss(model, loss, widths, [1.0, 0.5, 0.25][: len(widths)]), features)
-        )
-    torch.testing.assert_close(*found, **CLOSE)
-
-
-@pytest.mark.parametrize("kind", ["flattened", "images", "patches of images", "padded"])
-def test_the_cached_original_cuts_features_in_the_same_places(kind):
-    originals = the_originals()
-    features = [FEATURES[kind](seed) for seed in range(3)]
-    for options in ({"mini_batch_size": 3}, {"mini_batch_num_tokens": 6}):
-        losses = [
-            lib.CachedMultipleNegativesRankingLoss(Reader(), **options) for lib in (sentence_transformers, originals)
-        ]
-        torch.testing.assert_close(*(gradients(loss, features) for loss in losses), **CLOSE)
-        assert len(losses[0].model.written) == len(losses[1].model.written)
-
-
 def test_options_may_be_set_later_and_are_checked_again():
     loss = sentence_transformers.MultipleNegativesRankingLoss(nn.Identity())
     columns = [torch.randn(5, 4), torch.randn(5, 4)]
@@ -384,11 +347,7 @@ def cos_sim(a: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("features", "options", "match"),
     [
-        (
-            [{"input_ids": torch.ones(2, 3)}],
-            {},
-            "sentence_features must hold anchors and positives at least, got 1 col",
-        ),
+        ([{"input_ids": torch.ones(2, 3)}], {}, "sentence_features must hold anchors and positives at least, got 1"),
         ([{"task": "query"}] * 2, {}, "each column of sentence_features must hold a tensor"),
         ([bag(0), bag(1)], {"mini_batch_num_tokens": 5}, "mini_batch_num_tokens needs attention_mask or cu_seq_lens_q"),
     ],
