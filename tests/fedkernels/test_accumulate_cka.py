@@ -140,19 +140,23 @@ def test_later_batches_are_taken_in_the_dtype_of_the_first(make):
     assert torch.equal(mixed.compute(), accumulated(x.float(), y.float(), make, (50, 50)).compute())
 
 
+def of_rows(make, rows, sizes=(25,)):
+    xs, ys = layers()
+    return accumulated([x[rows] for x in xs], [y[rows] for y in ys], make, sizes)
+
+
 def reduced(make):
     """The values of 25 samples a rank: of all ranks, of all and 10 more of this one, and of the last rank's alone."""
-    rank, (xs, ys) = dist.get_rank(), layers()
-    own = slice(25 * rank, 25 * rank + 25)
-    accumulator = accumulated([x[own] for x in xs], [y[own] for y in ys], make, (25,))
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    own = torch.arange(25 * rank, 25 * rank + 25)
+    accumulator = of_rows(make, own)
     accumulator.all_reduce()
     values = [accumulator.compute()]
-    accumulator.update([x[own][:10] for x in xs], [y[own][:10] for y in ys])
+    accumulator.update(*([z[own[:10]] for z in zs] for zs in layers()))
     values.append(accumulator.compute())
-    last = dist.get_world_size() - 1
     alone = dist.new_group([last])  # without the first process of all
     if rank == last:
-        accumulator = accumulated([x[own] for x in xs], [y[own] for y in ys], make, (25,))
+        accumulator = of_rows(make, own)
         accumulator.all_reduce(alone)
         values.append(accumulator.compute())
     return values
@@ -160,19 +164,14 @@ def reduced(make):
 
 @BOTH
 def test_all_reduce(ranks, make):  # noqa: F811
-    results, (xs, ys) = ranks(reduced, make), layers()
-    rows = torch.arange(25 * len(results))
-    last = rows[-25:]
-    # As many more as the others have would hide a shift by symmetry.
-    expected = [
-        [(rows, len(results) * (25,)), (torch.cat([rows, part[:10]]), (*len(results) * (25,), 10))]
-        for part in rows.split(25)
-    ]
-    expected[-1].append((last, (25,)))
-    for values, cases in zip(results, expected, strict=True):
-        for value, (chosen, sizes) in zip(values, cases, strict=True):
-            truth = accumulated([x[chosen] for x in xs], [y[chosen] for y in ys], make, sizes).compute()
-            torch.testing.assert_close(value, truth, rtol=1e-10, atol=1e-12)
+    results = ranks(reduced, make)
+    rows, sizes = torch.arange(25 * len(results)), len(results) * (25,)
+    for (whole, longer, *_), own in zip(results, rows.split(25), strict=True):
+        torch.testing.assert_close(whole, of_rows(make, rows, sizes).compute(), rtol=1e-10, atol=1e-12)
+        # As many more as the others have would hide a shift by symmetry.
+        truth = of_rows(make, torch.cat([rows, own[:10]]), (*sizes, 10)).compute()
+        torch.testing.assert_close(longer, truth, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(results[-1][2], of_rows(make, rows[-25:]).compute(), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(

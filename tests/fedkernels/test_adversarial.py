@@ -53,8 +53,6 @@ POISONS = {
 POISONED = pytest.mark.parametrize("poison", POISONS)
 
 
-# ---- the contrastive losses and CKA -------------------------------------------------------------------------
-
 # A tensor of a temperature divides the rows, and the operator has 1.
 SIMILARITIES = [
     name
@@ -151,9 +149,6 @@ def test_extreme_temperatures_end(temperature, dtype):
         assert loss.item() == pytest.approx(math.log(9) + math.log(7))
 
 
-# ---- transport ----------------------------------------------------------------------------------------------
-
-
 @POISONED
 @pytest.mark.parametrize("shape", [(1, 1), (2, 9, 20)])
 @pytest.mark.filterwarnings("ignore:the optimum transports nothing")
@@ -171,9 +166,6 @@ def test_unbalanced_ot(poison, shape):
         assert torch.equal(plan.isnan().all(-1).all(-1), value.isnan())
         assert torch.equal(info.gap.isnan(), value.isnan())
         assert not (plan < 0).any()
-
-
-# ---- the server's step --------------------------------------------------------------------------------------
 
 
 @POISONED

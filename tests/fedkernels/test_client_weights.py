@@ -71,8 +71,7 @@ def test_duplicate_clients_share():
     torch.testing.assert_close(p[[0, 2, 4]], alone[[0, 2, 3]])
 
 
-@pytest.mark.parametrize("correlation", [0.0, 1.0, 5.0])
-@pytest.mark.parametrize("clients", [3, 10, 40])
+@pytest.mark.parametrize(("clients", "correlation"), [(3, 0.0), (10, 1.0), (40, 5.0)])
 def test_admm_converges_without_the_exact_end(clients, correlation, monkeypatch):
     """The active-set end would hide an iteration that goes astray."""
     monkeypatch.setattr(reference, "_polish", lambda gram, p: p)
@@ -100,11 +99,9 @@ def test_order_and_scale_do_not_matter():
 
 def test_a_batch_is_its_problems():
     grams = torch.stack([gram_of(6, 20, 1.0, seed) for seed in range(4)]).view(2, 2, 6, 6)
-    p = client_weights(grams)
-    assert p.shape == (2, 2, 6)
-    for i in range(2):
-        for j in range(2):
-            assert torch.equal(p[i, j], client_weights(grams[i, j]))
+    assert torch.equal(
+        client_weights(grams), torch.stack([client_weights(gram) for gram in grams.flatten(0, 1)]).view(2, 2, 6)
+    )
     assert client_weights(grams[:0]).shape == (0, 2, 6)
 
 
@@ -170,9 +167,7 @@ def test_entries_that_are_refused(gram, message):
 
 
 @pytest.mark.cpu_only(reason="the weights are NaN")
-@pytest.mark.parametrize(
-    ("bounds", "message"), [([0.1, -0.1], "negative or NaN, got -0.1"), ([0.1, torch.nan], "nan"), ([0.9, 0.6], "1.5")]
-)
+@pytest.mark.parametrize(("bounds", "message"), [([0.1, -0.1], "-0.1"), ([0.1, torch.nan], "nan"), ([0.9, 0.6], "1.5")])
 def test_lower_bounds_that_are_refused(bounds, message):
     with pytest.raises(ValueError, match=f"lower_bounds must .*{message}"):
         client_weights(torch.eye(2), lower_bounds=torch.tensor(bounds))

@@ -21,9 +21,6 @@ def labels_of(features):
     return 7 * torch.randint(-1 - count // 3, 1 + count // 3, (count,), generator=generator)
 
 
-# ---- definitions: the losses of the rows --------------------------------------------------------------------
-
-
 def by_rows(query, key, temperature):
     return info_nce_densely(query, key, temperature, "none")
 
@@ -137,9 +134,6 @@ def test_more_rows_than_are_taken_at_a_time(name, reduction):
         torch.testing.assert_close(found, tuple(expected[number] for number in wanted))
 
 
-# ---- info_nce -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_that_are_formed_in_the_backward_pass_keep_the_inputs_alone(reduction):
     query, key = randn(33, 65, seed=1).requires_grad_(), randn(40, 65, seed=2).requires_grad_()
@@ -181,9 +175,6 @@ def test_positives_out_of_range_are_named():
         info_nce(torch.ones(2, 3), torch.ones(3, 3), 1.0, positives=torch.tensor([0, 3]))
 
 
-# ---- small losses, and no positives -------------------------------------------------------------------------
-
-
 def test_a_small_clip_loss_is_not_rounded_to_the_size_of_the_logits():
     image = torch.eye(16)
     truth = math.log1p(15 * math.exp(-8))
@@ -206,9 +197,6 @@ def test_without_positives_the_supervised_loss_and_its_gradient_are_0(rows):
     loss = supervised_contrastive_loss(features, torch.arange(rows), 0.5)
     assert loss == 0
     assert not torch.autograd.grad(loss, features)[0].any()
-
-
-# ---- the sums that losses share -----------------------------------------------------------------------------
 
 
 def options_of(queries, keys):

@@ -95,9 +95,6 @@ def test_a_chunk_is_on_one_device():
     assert pieces == [[("cpu", 3), ("cpu", 3)], [("cpu", 1)], [("meta", 5)], [("cpu", 1)]]
 
 
-# ---- apply_deltas -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("entries", [7, 1 << 20])
 def test_equals_the_sum_client_by_client_to_the_last_bit(entries, monkeypatch):
     """In whatever dtypes, strides, and chunks, which begin and end within tensors.

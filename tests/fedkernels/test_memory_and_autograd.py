@@ -120,9 +120,6 @@ def test_tensor_subclasses(name):
     torch.testing.assert_close(path.call(*negative), truth)
 
 
-# ---- derivatives of derivatives -----------------------------------------------------------------------------
-
-
 OF_REFERENCE = "sigmoid_loss, not reduced"  # which has second derivatives
 FIRST_ONLY = [name for name in DIFFERENTIABLE if not PATHS[name].by_reference and name != OF_REFERENCE]
 

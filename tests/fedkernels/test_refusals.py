@@ -193,8 +193,6 @@ def test_options_of_views_take_numbers_of_numpy():
     assert torch.equal(factors[1], factors[2])
 
 
-# ---- sizes --------------------------------------------------------------------------------------------------
-
 HUGE = 2**31
 LONG = torch.ones(1, 2).expand(HUGE, 2)  # 2^32 entries, 8 bytes
 

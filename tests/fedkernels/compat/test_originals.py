@@ -39,10 +39,8 @@ def test_values_and_gradients_are_the_definitions(name):
     torch.testing.assert_close(value_and_gradients(ours, *given), truth, rtol=1e-7, atol=1e-9)
     if (
         "bias" in name
-        or ("columns" in name
-        and "directions" not in name)
-        or ("two views" not in name
-        and not loss.one_graph)
+        or ("columns" in name and "directions" not in name)
+        or ("two views" not in name and not loss.one_graph)
     ):
         return  # compiled, they are another one of these
     torch.compiler.reset()
@@ -88,9 +86,6 @@ def test_clip_without_gathered_gradients(ranks: Ranks, name):  # noqa: F811
         of_images, of_texts = (each.softmax(1) - torch.eye(rows) for each in (logits, logits.T))
         expected = [given[2] / (2 * rows) * part for part in (of_images @ given[1], of_texts @ given[0])]
     torch.testing.assert_close(mean_over_ranks(results), [value, *expected, scale], **CLOSE)
-
-
-# ---- open_clip's arguments ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

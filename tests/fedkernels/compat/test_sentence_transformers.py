@@ -1,9 +1,10 @@
-"""The cached drop-ins beside the plain ones: any features, little memory, one exchange of gradients, their wrappers."""
+"""The cached drop-ins beside the plain ones: any features, little memory, one exchange of gradients, the Trainer."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,10 @@ class Reader(nn.Module):
         self.written += [weakref.ref(features[name]) for name in ("token_embeddings", "sentence_embedding")]
         self.dtypes.append(features["sentence_embedding"].dtype)
         return features
+
+
+def the_originals() -> Any:
+    return pytest.importorskip(SENTENCES, reason="sentence-transformers is not installed")
 
 
 def padded(seed: int) -> Features:
@@ -140,9 +145,8 @@ def test_columns_after_the_first_share_a_forward_pass_where_they_can(case):
 
 @pytest.mark.parametrize("case", COLUMNS)
 def test_the_original_shares_the_same_forward_passes(case):
-    originals = pytest.importorskip(SENTENCES, reason="sentence-transformers is not installed")
     found = []
-    for losses in (sentence_transformers, originals):
+    for losses in (sentence_transformers, the_originals()):
         model = Reader()
         model.dropout = 0.3
         found.append(gradients(losses.MultipleNegativesRankingLoss(model), COLUMNS[case][0]))
@@ -356,3 +360,69 @@ def test_features_that_cannot_be_cut_are_refused(features, options, match):
     loss = sentence_transformers.CachedMultipleNegativesRankingLoss(Reader(), **options)
     with pytest.raises(ValueError, match=match):
         loss(features)
+
+
+WORDS = [f"w{number}" for number in range(40)]
+
+
+def new_model() -> Any:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense
+    from sentence_transformers.sentence_transformer.modules import Pooling, WordEmbeddings
+    from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
+
+    torch.manual_seed(0)
+    words = WordEmbeddings(WhitespaceTokenizer(WORDS, do_lower_case=False), torch.randn(41, 8), True)
+    return SentenceTransformer(modules=[words, Pooling(8), Dense(8, 6)], device="cpu")
+
+
+def sentences(seed: int, rows: int = 20) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (rows,), generator=generator).tolist()
+    return [" ".join(WORDS[int(i)] for i in torch.randint(40, (n,), generator=generator)) for n in lengths]
+
+
+def train(losses: Any, folder: Path, name: str, wrap: bool) -> tuple[dict[str, Tensor], str]:
+    """The weights after two epochs with `name` for one data set and the plain loss for another, and the model card."""
+    import datasets
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    rows = [{f"column{number}": sentences(number) for number in range(columns)} for columns in (2, 3)]
+    data = datasets.DatasetDict(zip(("first", "second"), map(datasets.Dataset.from_dict, rows), strict=True))
+    model = new_model()
+    options = {"mini_batch_size": 3} if name.startswith("Cached") else {}
+    loss = getattr(losses, name)(model, **options)
+    if wrap:
+        loss = the_originals().MatryoshkaLoss(model, loss, [6, 4])
+    arguments = SentenceTransformerTrainingArguments(
+        str(folder), num_train_epochs=2, per_device_train_batch_size=10, learning_rate=0.05, report_to=[], seed=1
+    )
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        loss={"first": loss, "second": losses.MultipleNegativesRankingLoss(model, scale=5.0)},
+    )
+    trainer.train()
+    evaluated = {key: value for key, value in trainer.evaluate().items() if key.endswith("_loss")}
+    weights = {key: torch.tensor(value) for key, value in evaluated.items()} | model.state_dict()
+    model.save(str(folder))
+    return weights, (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", [False, True], ids=["alone", "in MatryoshkaLoss"])
+@pytest.mark.parametrize("name", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"])
+def test_the_trainer_trains_the_same_weights(tmp_path, name, wrap):
+    for library in ("accelerate", "datasets"):
+        pytest.importorskip(library, reason="sentence-transformers[train] is not installed")
+    (ours, card), (theirs, _) = (
+        train(losses, tmp_path / library, name, wrap)
+        for losses, library in ((sentence_transformers, "fedkernels"), (the_originals(), "sentence-transformers"))
+    )
+    before = new_model().state_dict()
+    assert any(not torch.equal(before[key], ours[key]) for key in before)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert f"loss:{name}" in card
+    assert "1807.03748" in card
