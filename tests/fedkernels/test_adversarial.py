@@ -53,7 +53,7 @@ POISONS = {
 POISONED = pytest.mark.parametrize("poison", POISONS)
 
 
-# A tensor of a temperature divides the rows, and the operator has 1.
+# Of two paths that differ in whether the temperature or scale is a tensor, one.
 SIMILARITIES = [
     name
     for name, path in PATHS.items()

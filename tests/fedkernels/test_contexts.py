@@ -51,9 +51,6 @@ def test_everything_public_is_in_the_table():
         assert len(result(name, sizes=(5, 4, 2, 1))) == 1 + len(learned)
 
 
-# ---- graphs -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name in OF_OPERATORS if name not in IN_OTHER_GRAPHS])
 def test_one_compiled_graph_serves_all_sizes(name):
     """Where the reference forms the gradients, whose graph is large, one of fixed sizes."""
@@ -127,9 +124,6 @@ def test_references_export(name):
         assert_exports(PATHS[name].call, lambda n: PATHS[name].inputs(n, 5, 0, n))
 
 
-# ---- precision ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_autocast_changes_nothing_and_narrow_inputs_are_summed_wide(name):
     """Nothing is cast: neither float64 and float32 to half precision, nor the sums of half precision."""
@@ -149,9 +143,6 @@ def test_autocast_changes_nothing_and_narrow_inputs_are_summed_wide(name):
             asked = [leaf for leaf in leaves if leaf.requires_grad]
             gradients = torch.autograd.grad(value.sum(), asked) if asked else ()
             assert_same([value.detach(), *gradients], outside)
-
-
-# ---- threads and processes ----------------------------------------------------------------------------------
 
 
 class Everything(torch.utils.data.Dataset):
@@ -178,9 +169,6 @@ def compare_with_forked():
     for name, values, others in zip(PATHS, here, torch.utils.data.DataLoader(Everything(), **options), strict=True):
         for value, other in zip(values, others, strict=True):
             assert torch.allclose(value, other, rtol=1e-12, atol=1e-12), name
-
-
-# ---- transforms ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if not PATHS[name].no_forward_mode])
@@ -267,9 +255,6 @@ def test_tensors_without_numbers(name):
         found = path.call(*(mode.from_tensor(tensor) for tensor in inputs))
     assert isinstance(found, FakeTensor)
     assert (found.shape, found.dtype) == (truth.shape, truth.dtype)
-
-
-# ---- modules ------------------------------------------------------------------------------------------------
 
 
 NN, SCALE, BIAS = fedkernels.nn, torch.tensor(2.0), torch.tensor(-1.0)

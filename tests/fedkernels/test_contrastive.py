@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedkernels
 from fedkernels import clip_loss, info_nce, sigmoid_loss, supervised_contrastive_loss
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
+from tests.fedkernels import definitions
 from tests.fedkernels.inputs import FP64, randn
 from tests.fedkernels.operators import info_nce_densely
 
@@ -21,48 +21,17 @@ def labels_of(features):
     return 7 * torch.randint(-1 - count // 3, 1 + count // 3, (count,), generator=generator)
 
 
-def by_rows(query, key, temperature):
-    return info_nce_densely(query, key, temperature, "none")
-
-
-def without_the_diagonal(view1, view2, temperature):
-    """It is deleted, not masked; the positive's column moves accordingly."""
-    z, batch = torch.cat([view1, view2]), len(view1)
-    logits = (z @ z.T / temperature)[~torch.eye(2 * batch, dtype=torch.bool)].view(2 * batch, -1)
-    return F.cross_entropy(
-        logits, torch.arange(2 * batch).roll(batch) - (torch.arange(2 * batch) < batch).long(), reduction="none"
-    )
-
-
-def in_both_directions(image, text, logit_scale):
-    logits, numbers = logit_scale * image @ text.T, torch.arange(len(image))
-    return sum(F.cross_entropy(one, numbers, reduction="none") for one in (logits, logits.T)) / 2
-
-
-def by_logsigmoid(image, text, logit_scale, logit_bias):
-    signs = 2 * torch.eye(len(image), dtype=image.dtype) - 1
-    return -F.logsigmoid(signs * (logit_scale * image @ text.T + logit_bias)).sum(dim=1)
-
-
-def positives_of(features):
-    labels = labels_of(features)
-    return (labels[:, None] == labels).fill_diagonal_(False)
-
-
-def by_labels(features, temperature):
-    itself, positive = torch.eye(len(features), dtype=torch.bool), positives_of(features)
-    log_p = (features @ features.T / temperature).masked_fill(itself, -torch.inf).log_softmax(1)
-    return -log_p.where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-
-
 # loss: its definition, and more pairs than the compiled operators take at a time: they have groups of 512 rows,
 # blocks of 128 or 256 and spans of 8 blocks
 LOSSES = {
-    "info_nce": (by_rows, 600),
-    "nt_xent": (without_the_diagonal, 300),
-    "clip_loss": (in_both_directions, 2100),
-    "sigmoid_loss": (by_logsigmoid, 2100),
-    "supervised_contrastive_loss": (by_labels, 1101),
+    "info_nce": (definitions.info_nce, 600),
+    "nt_xent": (definitions.nt_xent, 300),
+    "clip_loss": (definitions.clip_loss, 2100),
+    "sigmoid_loss": (definitions.sigmoid_loss, 2100),
+    "supervised_contrastive_loss": (
+        lambda z, temperature: definitions.supervised_contrastive_loss(z, labels_of(z), temperature),
+        1101,
+    ),
 }
 EVERY = pytest.mark.parametrize("name", LOSSES)
 
@@ -88,7 +57,9 @@ def loss_of(name, *given, reduction="mean"):
 def reduced(name, losses, leaves):
     """What "none", "sum" and "mean" give: each row counts in the mean, but where it has no positive."""
     counted = (
-        positives_of(leaves[0]).any(1).sum().clamp(min=1) if name == "supervised_contrastive_loss" else len(losses)
+        definitions.positives_of(labels_of(leaves[0])).any(1).sum().clamp(min=1)
+        if name == "supervised_contrastive_loss"
+        else len(losses)
     )
     return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counted}
 

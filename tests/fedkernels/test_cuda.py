@@ -10,22 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedkernels
-from fedkernels import (
-    ViewKey,
-    ViewOptions,
-    apply_deltas,
-    client_weights,
-    delta_gram,
-    info_nce,
-    linear_cka,
-    linear_cka_pairwise,
-    linear_cka_to_kernel,
-    nt_xent,
-    two_views,
-    unbalanced_ot,
-    unbalanced_ot_plan,
-)
+import fedkernels as fk
 from fedkernels.internal import native
 from tests.fedkernels.inputs import FP64, randn
 
@@ -44,11 +29,11 @@ def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor
 
 
 def centered_cka(x, y):
-    return linear_cka(x, y, True)
+    return fk.linear_cka(x, y, True)
 
 
 def to_kernel(centered: bool) -> Callable[..., list[Tensor]]:
-    return lambda x, kernel: with_gradients(lambda x: linear_cka_to_kernel(x, kernel, centered))(x)
+    return lambda x, kernel: with_gradients(lambda x: fk.linear_cka_to_kernel(x, kernel, centered))(x)
 
 
 def weighted(losses):
@@ -71,15 +56,15 @@ def in_tf32(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]
 
 
 def pairwise(*tensors):
-    return [linear_cka_pairwise(tensors[:2], tensors[1:], True), linear_cka_pairwise(tensors, tensors)]
+    return [fk.linear_cka_pairwise(tensors[:2], tensors[1:], True), fk.linear_cka_pairwise(tensors, tensors)]
 
 
 def transport(cost, a, b, **masks):
     def value_of(*given):
-        return unbalanced_ot(*given, 0.8, 0.9, tol=1e-7, **masks)
+        return fk.unbalanced_ot(*given, 0.8, 0.9, tol=1e-7, **masks)
 
     value, of_cost, of_a, of_b = with_gradients(value_of)(cost, a, b)
-    _, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-7, **masks)
+    _, info = fk.unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-7, **masks)
     return [value, of_cost.sum(-1), of_cost.sum(-2), of_a, of_b, info.transported_mass]
 
 
@@ -88,12 +73,12 @@ def masked_transport(cost, a, b):
 
 
 def gram(start, *clients):
-    return [delta_gram([start, start[0]], [[client, client[1]] for client in clients])]
+    return [fk.delta_gram([start, start[0]], [[client, client[1]] for client in clients])]
 
 
 def step(start, *clients, weights=None):
     start, weights = start.clone(), torch.linspace(-0.2, 0.7, len(clients)) if weights is None else weights
-    apply_deltas([start], [[client] for client in clients], weights)
+    fk.apply_deltas([start], [[client] for client in clients], weights)
     return [start]
 
 
@@ -106,9 +91,9 @@ def views(dtype):
     memory_format = torch.channels_last if dtype == BF16 else torch.contiguous_format
 
     def call(images):
-        samples, options = torch.arange(len(images), device=images.device), ViewOptions(solarize=0.3, hue=0.5)
+        samples, options = torch.arange(len(images), device=images.device), fk.ViewOptions(solarize=0.3, hue=0.5)
         images = images.to(torch.uint8)
-        return list(two_views(images, samples, ViewKey(5), options, dtype=dtype, memory_format=memory_format))
+        return list(fk.two_views(images, samples, fk.ViewKey(5), options, dtype=dtype, memory_format=memory_format))
 
     return call
 
@@ -131,7 +116,7 @@ def of(function: Callable[..., Tensor], tensors: list[Tensor], dtype: torch.dtyp
 
 def contrastive(name: str, tensors: list[Tensor], *not_reduced: torch.dtype) -> dict[str, Case]:
     """In every dtype, and in these with a gradient for each row's loss."""
-    loss = getattr(fedkernels, name)
+    loss = getattr(fk, name)
 
     def losses(p, q):
         return weighted(loss(p, q, 0.3, "none"))
@@ -148,7 +133,7 @@ def contrastive(name: str, tensors: list[Tensor], *not_reduced: torch.dtype) -> 
 
 
 def weights_of(gram: Tensor, dtype: torch.dtype = FP64, tolerance: float = 1e-6) -> Case:
-    return Case(lambda g: [client_weights(g)], [gram], dtype, tolerance)
+    return Case(lambda g: [fk.client_weights(g)], [gram], dtype, tolerance)
 
 
 ROWS, MORE = randn(37, 40, seed=1) / 6, randn(150, 40, seed=2) / 6
@@ -170,20 +155,20 @@ BYTES, LARGE_BYTES = (
 CASES = {
     **contrastive("info_nce", [ROWS, MORE], BF16, FP16, FP32),
     **contrastive("nt_xent", [ROWS, MORE[:37]], BF16, FP64),
-    "info_nce, recomputed, bfloat16": of(lambda q, k: info_nce(q, k, 0.3, recompute=True), [ROWS, MORE], BF16),
-    "info_nce, two dtypes": of(lambda q, k: info_nce(q, k.half(), 0.3), [ROWS, MORE], BF16),
-    "info_nce, wide rows": of(lambda q, k: info_nce(q, k, 0.3), WIDE, BF16),
-    "info_nce, query alone": of(lambda q: info_nce(q, q.detach(), 0.3), [ROWS], BF16),
-    "info_nce, key alone": of(lambda k: weighted(info_nce(k[:37].detach(), k, 0.3, "none")), [MORE], FP64),
+    "info_nce, recomputed, bfloat16": of(lambda q, k: fk.info_nce(q, k, 0.3, recompute=True), [ROWS, MORE], BF16),
+    "info_nce, two dtypes": of(lambda q, k: fk.info_nce(q, k.half(), 0.3), [ROWS, MORE], BF16),
+    "info_nce, wide rows": of(lambda q, k: fk.info_nce(q, k, 0.3), WIDE, BF16),
+    "info_nce, query alone": of(lambda q: fk.info_nce(q, q.detach(), 0.3), [ROWS], BF16),
+    "info_nce, key alone": of(lambda k: weighted(fk.info_nce(k[:37].detach(), k, 0.3, "none")), [MORE], FP64),
     "nt_xent, tf32, 300 columns": of(
-        lambda p, q: nt_xent(p, q, 0.3), [WIDE[0][:, :300], WIDE[1][:20, :300]], FP32, tf32=True
+        lambda p, q: fk.nt_xent(p, q, 0.3), [WIDE[0][:, :300], WIDE[1][:20, :300]], FP32, tf32=True
     ),
-    "linear_cka": of(linear_cka, [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32),
+    "linear_cka": of(fk.linear_cka, [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32),
     "linear_cka, centered": of(centered_cka, [randn(2, 40, 100), randn(2, 40, 70, seed=1)], FP32),
-    "linear_cka, large": of(linear_cka, LARGE, FP32),
+    "linear_cka, large": of(fk.linear_cka, LARGE, FP32),
     "linear_cka, large, bfloat16": of(centered_cka, LARGE, BF16),
     "linear_cka, large, a batch": of(centered_cka, [torch.stack([z, z.flip(0)]) for z in LARGE], FP32),
-    "linear_cka, wide": of(linear_cka, [randn(3, 40, 200), randn(3, 40, 170, seed=1) + randn(3, 40, 1)], FP32),
+    "linear_cka, wide": of(fk.linear_cka, [randn(3, 40, 200), randn(3, 40, 170, seed=1) + randn(3, 40, 1)], FP32),
     "linear_cka, float64": of(centered_cka, LARGE, FP64),
     "linear_cka_to_kernel": Case(to_kernel(False), KERNEL, FP32, 1e-5),
     "linear_cka_to_kernel, centered": Case(to_kernel(True), KERNEL, FP32, 2e-5),
@@ -199,13 +184,13 @@ CASES = {
     ),
     "client_weights, one did not move": weights_of(torch.tensor([1.0, 0, 2]).diag(), FP32, 0),
     "client_weights, more clients than entries": Case(
-        lambda g: [client_weights(g) @ g @ client_weights(g)],  # the weights are not unique
+        lambda g: [fk.client_weights(g) @ g @ fk.client_weights(g)],  # the weights are not unique
         [randn(9, 4, seed=3) @ randn(9, 4, seed=3).T + 1],
         FP64,
         1e-9,
     ),
     "client_weights, lower bounds": Case(
-        lambda g: [client_weights(g, lower_bounds=0.1 / g.diagonal()), client_weights(g, lower_bounds=0.01)],
+        lambda g: [fk.client_weights(g, lower_bounds=0.1 / g.diagonal()), fk.client_weights(g, lower_bounds=0.01)],
         [GRAM],
         FP64,
         1e-6,
@@ -354,6 +339,6 @@ def test_logits_are_never_held(dtype, keys_learn, reduction):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        info_nce(query, key, 0.2, reduction).sum().backward()
+        fk.info_nce(query, key, 0.2, reduction).sum().backward()
         extra = torch.cuda.max_memory_allocated() - before
     assert extra < 2 * rows * rows / 4

@@ -9,15 +9,6 @@ import torch
 from torch import Tensor
 
 import fedkernels
-from fedkernels import (
-    ViewKey,
-    ViewOptions,
-    apply_deltas,
-    info_nce,
-    linear_cka_to_kernel,
-    unbalanced_ot,
-    view_parameters,
-)
 from tests.fedkernels.operators import LABELS, OPERATORS, Choice, R, Scalar
 
 pytestmark = pytest.mark.filterwarnings(
@@ -182,13 +173,16 @@ def test_what_does_not_fit_is_refused(name, number):
 
 
 def test_options_of_views_take_numbers_of_numpy():
-    plain = ViewOptions(solarize=1.0, crop_scale=(0.5, 1.0)).numbers()
+    plain = fedkernels.ViewOptions(solarize=1.0, crop_scale=(0.5, 1.0)).numbers()
     for number in (np.float32(1), np.array(1.0), Fraction(1), 1):
-        assert ViewOptions(solarize=number, crop_scale=(0.5, number)).numbers() == plain
+        assert fedkernels.ViewOptions(solarize=number, crop_scale=(0.5, number)).numbers() == plain
     for bad in (True, np.array([1.0]), "1"):
         with pytest.raises(TypeError, match=f"solarize must be .*, got {type(bad).__name__}"):
-            ViewOptions(solarize=bad)
-    factors = [view_parameters(LABELS, ViewKey(seed), 4, 4).factors for seed in (np.int64(3), np.array(3), 3)]
+            fedkernels.ViewOptions(solarize=bad)
+    factors = [
+        fedkernels.view_parameters(LABELS, fedkernels.ViewKey(seed), 4, 4).factors
+        for seed in (np.int64(3), np.array(3), 3)
+    ]
     assert torch.equal(factors[0], factors[2])
     assert torch.equal(factors[1], factors[2])
 
@@ -201,10 +195,16 @@ LONG = torch.ones(1, 2).expand(HUGE, 2)  # 2^32 entries, 8 bytes
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: info_nce(LONG, R[:, :2], 0.5), f"key must have at least the B = {HUGE} rows of query, got 4"),
-        (lambda: linear_cka_to_kernel(LONG, torch.eye(4)), rf"kernel must be \[..., {HUGE}, {HUGE}\]"),
-        (lambda: unbalanced_ot(LONG, torch.ones(4), 1.0, 1.0, 1.0), rf"a must be a number or have .*\[..., {HUGE}\]"),
-        (lambda: apply_deltas([LONG], [[LONG]], [1.0]), r"global_params\[0\] must not overlap itself"),
+        (
+            lambda: fedkernels.info_nce(LONG, R[:, :2], 0.5),
+            f"key must have at least the B = {HUGE} rows of query, got 4",
+        ),
+        (lambda: fedkernels.linear_cka_to_kernel(LONG, torch.eye(4)), rf"kernel must be \[..., {HUGE}, {HUGE}\]"),
+        (
+            lambda: fedkernels.unbalanced_ot(LONG, torch.ones(4), 1.0, 1.0, 1.0),
+            rf"a must be a number or have .*\[..., {HUGE}\]",
+        ),
+        (lambda: fedkernels.apply_deltas([LONG], [[LONG]], [1.0]), r"global_params\[0\] must not overlap itself"),
     ],
 )
 def test_two_to_the_31_rows_are_checked_before_they_are_touched(call, message):

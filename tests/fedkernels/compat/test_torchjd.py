@@ -130,19 +130,3 @@ def test_jac_to_grad_gives_the_weights_and_runs_hooks(optimize):
     torch.testing.assert_close(weights, torch.tensor([0.8, 0.2]))
     torch.testing.assert_close(parameter.grad, torch.tensor([0.8, 0.4]))
     assert calls == [1]
-
-
-def test_autogram_takes_the_weighting():
-    autogram = pytest.importorskip("torchjd.autogram")
-    aggregation = pytest.importorskip("torchjd.aggregation")
-    model = nn.Linear(2, 1)
-    engine = autogram.Engine(model, batch_dim=0)
-    losses = model(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])).square().flatten()
-    gramian = engine.compute_gramian(losses)
-    weights = torchjd.MGDAWeighting()(gramian)
-    exact = aggregation.MGDAWeighting(**MANY_STEPS)(gramian)
-    torch.testing.assert_close(weights @ gramian @ weights, exact @ gramian @ exact, rtol=1e-3, atol=1e-6)
-    smoothed = aggregation.CRMOGMWeighting(torchjd.MGDAWeighting(), alpha=0.0)(gramian)
-    torch.testing.assert_close(smoothed, weights)
-    doubled = (torchjd.MGDAWeighting() << (lambda matrix: matrix @ matrix.T))(torch.eye(2))
-    torch.testing.assert_close(doubled, torch.tensor([0.5, 0.5]))

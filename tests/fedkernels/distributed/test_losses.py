@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedkernels import distributed
+from tests.fedkernels import definitions
 from tests.fedkernels.distributed.ranks import Ranks
 
 DIM = 12
@@ -43,24 +44,16 @@ def inputs(loss: str, sizes: tuple[int, ...], dtype: torch.dtype) -> list[list[T
 
 def in_one_process(loss: str, rows: list[Tensor], temperature: Tensor) -> tuple[Tensor, int]:
     """The losses of all rows, from the definitions, and how many of them count in the mean."""
-    numbers = torch.arange(len(rows[0]))
-    if loss == "nt_xent":
-        both = torch.cat(rows)
-        logits = (both @ both.T / temperature).fill_diagonal_(-torch.inf)
-        return F.cross_entropy(logits, torch.arange(len(both)).roll(len(numbers)), reduction="none"), len(both)
     if loss == "supervised_contrastive_loss":
-        log_p = (rows[0] @ rows[0].T / temperature).fill_diagonal_(-torch.inf).log_softmax(1)
-        labels = LABELS[: len(numbers)]
-        positive = (labels[:, None] == labels).fill_diagonal_(False)
-        losses = -log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-        return losses, int(positive.any(1).sum())
-    logits = rows[0] @ torch.cat(rows[1:]).T / temperature
-    if loss == "sigmoid_loss":
-        return -F.logsigmoid((2 * torch.eye(len(numbers)) - 1) * (logits + BIAS)).sum(dim=1), len(numbers)
-    losses = F.cross_entropy(logits, numbers, reduction="none")
-    if loss == "clip_loss":
-        losses = (losses + F.cross_entropy(logits.T, numbers, reduction="none")) / 2
-    return losses, len(numbers)
+        labels = LABELS[: len(rows[0])]
+        losses = definitions.supervised_contrastive_loss(*rows, labels, temperature)
+        return losses, int(definitions.positives_of(labels).any(1).sum())
+    if loss in ("clip_loss", "sigmoid_loss"):
+        losses = getattr(definitions, loss)(*rows, 1 / temperature, *[BIAS][: loss == "sigmoid_loss"])
+    else:
+        name = loss.removesuffix(" with negatives")
+        losses = getattr(definitions, name)(rows[0], torch.cat(rows[1:]), temperature)
+    return losses, len(losses)
 
 
 def distributed_losses(
