@@ -69,6 +69,8 @@ def test_on_several_ranks_it_is_the_loss_of_the_whole_batch(ranks: Ranks, name):
     results, loss = ranks(on_rank, name, False), ON_RANKS[name]
     truth = value_and_gradients(loss.definition, *loss.given(5 * len(results)))
     torch.testing.assert_close(mean_over_ranks(results), truth, **CLOSE)
+    if "local=False" in name:  # each rank has the whole loss, and the scale's whole gradient
+        torch.testing.assert_close([result[-1] for result in results], [truth[-1]] * len(results), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ON_RANKS | WITHOUT_GATHERED_GRADIENTS)
