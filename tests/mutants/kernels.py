@@ -21,9 +21,12 @@ MARK = re.compile(r"^ *// fault: (.+?) ->(?: (.+))?$")
 TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver endless, and then it is found
 # A source whose tests do not have its name: those that find its faults.
 TESTS = {
+    "_transport_interior_point": "unbalanced_ot_stiff",
+    "_transport_problem": "unbalanced_ot",
     "add_products": "cka_sums",
     "all_logits": "contrastive",
     "apply_deltas": "deltas",
+    "clip_loss": "contrastive",
     "delta_gram": "deltas",
     "hsic_pairwise": "cka_sums",
     "info_nce": "contrastive",
@@ -33,6 +36,7 @@ TESTS = {
     "nt_xent": "contrastive",
     "sigmoid_loss": "contrastive",
     "similarity_logsumexp": "contrastive",
+    "supervised_contrastive_loss": "contrastive",
     "unbalanced_ot_interior_point": "unbalanced_ot_stiff",
     "view_parameters": "two_views",
 }

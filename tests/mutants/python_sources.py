@@ -23,6 +23,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
 from tests.mutants.copied_tree import COPY, ROOT, copy_sources, found_by
+from tests.mutants.kernels import TESTS
 
 RESULTS = Path(__file__).with_name("python_sources.json")
 SOURCES = (
@@ -86,9 +87,10 @@ def sample_of(files: Iterable[str], size: int, seed: int) -> list[Change]:
 
 def tests_of(file: str) -> list[list[str]]:
     """The tests that may find a change of the file, in the order in which to ask them."""
-    path = Path("tests") / file
+    path = Path("tests") / file.replace("/reference/", "/")  # an operator's tests are those of its reference
     folder = path.parent
-    mirrored = folder / f"test_{path.stem}.py"
+    stem = TESTS.get(path.stem, path.stem) if folder == Path("tests/fedkernels") else path.stem
+    mirrored = folder / f"test_{stem}.py"
     module = file.removesuffix(".py").replace("/", ".")
     naming = [
         str(test.relative_to(ROOT))
