@@ -20,6 +20,8 @@ TEMPERATURE = 0.2
 NAIVE = "naive cross-entropy"
 CHUNKED = "F.linear_cross_entropy, chunked"
 WHOLE = "F.linear_cross_entropy, whole"
+# torch 2.11 lacks it, and no package of this name is installed anywhere
+NEEDED = "" if hasattr(F, "linear_cross_entropy") else "torch with linear_cross_entropy"
 COMPILED = "torch.compile"
 INF_CL = "Inf-CL, Triton"
 LIGER = "Liger, fused linear cross entropy"
@@ -73,8 +75,10 @@ def _case(rows: int, width: int, *, keys_learn: bool, bars: tuple[Bar, ...], mem
         implementations=(
             Implementation(OURS, _ours),
             Implementation(NAIVE, _naive, note="F.cross_entropy(q @ k.T / t, arange)"),
-            Implementation(CHUNKED, _chunked, note="options=LinearCrossEntropyOptions(): chunks of its own choice"),
-            Implementation(WHOLE, _whole, note="options=None"),
+            Implementation(
+                CHUNKED, _chunked, NEEDED, note="options=LinearCrossEntropyOptions(): chunks of its own choice"
+            ),
+            Implementation(WHOLE, _whole, NEEDED, note="options=None"),
         ),
         truth=_truth,
         floor=Floor(f"{'three' if keys_learn else 'two'} torch.mm of B x N x d", _floor),
@@ -108,7 +112,8 @@ def _gpu_case(rows: int, width: int, dtype: torch.dtype, *, keys_learn: bool, qu
             peers.append(Implementation(COMPILED, partial(_naive, loss=compiled), note="of the same"))
         note = "cal_flash_loss; widens to float32, multiplies in tf32, always forms both gradients"
         peers.append(Implementation(INF_CL, _inf_cl, package="inf-cl", note=note))
-        peers.append(Implementation(CHUNKED, _chunked, note="options=LinearCrossEntropyOptions(): rounds to bfloat16"))
+        note = "options=LinearCrossEntropyOptions(): rounds to bfloat16"
+        peers.append(Implementation(CHUNKED, _chunked, NEEDED, note=note))
         peers.append(Implementation(LIGER, _liger, package="liger-kernel", note="the keys are its weights"))
         bars = (Bar(faster_than=(NAIVE,), times=2.0 if keys_learn else 3.0), Bar(faster_than=(INF_CL,), times=1.2))
         if not keys_learn:

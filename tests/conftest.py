@@ -35,7 +35,6 @@ LONGEST = (
     "cuda_on_cpu/test_unbalanced_ot.py",
     "fedssl/engines/test_parallel_clients.py",
     "fedssl/engines/test_data_parallel_trainer.py",
-    "fedssl/engines/flower/test_stale_answers.py",
     "fedssl/test_pages.py",
     "fedkernels/compat/test_originals.py",
     "docs/test_pages.py",

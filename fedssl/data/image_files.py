@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_PLANES, _TIFF_SAMPLE_FORMAT = 258, 262, 284, 339
 _SIGNED = 2  # as a TIFF's sample format
+_YCBCR = 6  # as a TIFF's photometric interpretation
 _16_BITS = (0.0, 65535.0)
 _ORIENTATION = 274  # EXIF's
 
@@ -95,6 +96,10 @@ def _kind(image: "Image") -> ImageKind:
     # Phones store a second picture for screens of high contrast in what is then a JPEG of two frames, an MPO.
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     is_tiff = image.format == "TIFF"
+    # Pillow before 13 takes Y, Cb and Cr for red, green and blue, unless libtiff reads them.
+    mixed_up = is_tiff and image.mode == "RGB" and _tiff_tag(image, _TIFF_PHOTOMETRIC, 2) == _YCBCR
+    if mixed_up and any(tile.codec_name != "libtiff" for tile in image.tile):
+        raise BrokenImageError("colours as YCbCr, which this Pillow mixes up; install Pillow 13, or store RGB")
     signed_bytes = is_tiff and image.mode == "L" and _is_signed(image)
     if image.mode in ("F", "I") or image.mode.startswith("I;16") or signed_bytes:
         limits = None if image.mode == "F" else _integer_range(image) if is_tiff else _16_BITS

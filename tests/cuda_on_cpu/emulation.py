@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ CUDA, OPS = ROOT / "csrc/cuda", ROOT / "csrc/ops"
 TORCH = Path(torch.__file__).resolve().parent
 TORCH_FLAGS = ("-isystem", TORCH / "include", "-DTORCH_TARGET_VERSION=0x020b000000000000")  # as in setup.py
 SANITIZED = os.environ.get("FEDKERNELS_SANITIZED") == "1"  # in the process that test_emulation.py starts
-DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum class DType
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 _FLAGS = (
@@ -40,16 +39,6 @@ _fresh_memory = 0x7FFF  # of the order that runs
 
 class EmulationError(AssertionError):
     """The emulation found a fault, or a kernel's host function reported one."""
-
-
-class Array(ctypes.Structure):
-    """struct Array of csrc/cpu/dtype.h."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_int))
-
-
-def arrays(tensors: Sequence[Tensor]) -> Any:
-    return (Array * len(tensors))(*(Array(tensor.data_ptr(), DTYPES[tensor.dtype]) for tensor in tensors))
 
 
 def poison(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -92,12 +81,6 @@ class Library:
         if error is not None:
             raise EmulationError(error.decode())
 
-    def ask(self, function: str, *arguments: object) -> int:
-        """A number from the host, such as how much memory a kernel works in."""
-        call = getattr(self.handle, function)
-        call.restype = ctypes.c_int64
-        return int(call(*(_plain(argument) for argument in arguments)))
-
     def results(self, run: Callable[[Callable[..., None]], Any], **device: int) -> Any:
         """run(call) in each order of the threads, on a device like this; -> its tensors, which must be equal."""
         found = []
@@ -124,7 +107,7 @@ class Compiler:
     def __init__(self) -> None:
         if COMPILER is None:
             pytest.skip("no C++ compiler")
-        self.libraries: dict[str, Library] = {}
+        self.libraries: dict[tuple[Path, str, str], Library] = {}
         version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
         state = hashlib.sha256(f"{COMPILER} {version} {TORCH} {torch.__version__}".encode())
         for header in sorted(header for folder in (HERE, ROOT / "csrc") for header in folder.rglob("*.h")):
@@ -157,19 +140,14 @@ class Compiler:
     def _runtime(self) -> Path:
         return self._make("runtime", "-O1", text=(HERE / "runtime.cpp").read_text(encoding="utf-8"))
 
-    def compile(self, text: str, name: str) -> Library:
-        kernel = self._make(name, "-O1", text=text)
-        return Library(self._make(f"{name}.so", kernel, self._runtime()))
-
-    def load(self, source: str) -> Library:
-        """`source`: the name of a file in csrc/cuda, or a path below the root."""
-        if source not in self.libraries:
-            self.libraries[source] = self.compile(_path_of(source).read_text(encoding="utf-8"), Path(source).stem)
-        return self.libraries[source]
-
-    def mutant(self, source: str, old: str, new: str) -> Library:
-        """The file with a fault planted: `old`, which it holds once, becomes `new`."""
-        return self.compile(planted(_path_of(source), old, new), Path(source).stem)
+    def load(self, source: Path, old: str = "", new: str = "") -> Library:
+        """The file alone, with `old`, which it holds once, as `new`."""
+        if (source, old, new) not in self.libraries:
+            text = source.read_text(encoding="utf-8")
+            assert not old or text.count(old) == 1, f"{source} holds {text.count(old)} times: {old}"
+            kernel = self._make(source.stem, "-O1", text=text.replace(old, new) if old else text)
+            self.libraries[source, old, new] = Library(self._make(f"{source.stem}.so", kernel, self._runtime()))
+        return self.libraries[source, old, new]
 
     def bindings(self, library: str, kernels: dict[str, str]) -> Path:
         """csrc/ops/*_cuda.cpp over kernels, by name their texts, as operators torch.ops.<library> for the CPU."""
@@ -180,17 +158,6 @@ class Compiler:
         flags = ("-fvisibility=hidden", f"-DCUDA_ON_CPU_LIBRARY={library}", *TORCH_FLAGS)
         objects += [self._make(library, *flags, text=text), self._runtime()]
         return self._make(f"{library}.so", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu")
-
-
-def _path_of(source: str) -> Path:
-    return ROOT / source if "/" in source else CUDA / source
-
-
-def planted(path: Path, old: str, new: str) -> str:
-    """The file's text with `old`, which it holds once, as `new`."""
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{path} holds {text.count(old)} times: {old}"
-    return text.replace(old, new)
 
 
 def require_headers_of_torch() -> None:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from tests.cuda_on_cpu.emulation import CUDA
 
-# As a patch: the file, the kernel, the dtypes that it concerns, and in brackets the operator whose self-test must find
-# it; then a text that the file holds once, and what replaces it, where FAULT is true while that fault is on.
+# As a patch: the file, the kernel, the dtypes or the case that it concerns, in brackets the operator whose self-test
+# must find it; then a text that the file holds once, and what replaces it, where FAULT is true while that fault is on.
 _PATCH = """
 client_weights.cu: client_weights_kernel, all (client_weights)
 -if (i > j && i < count) value -= triangle(i, j) * solution[j];
@@ -98,25 +98,25 @@ two_views.cu: two_views_kernel, in device memory (two_views)
 two_views.cu: two_views_kernel, all, the blur (two_views)
 -return index < size ? index : 2 * size - 2 - index;
 +return index < size ? index : 2 * size - 2 + FAULT - index;
-unbalanced_ot.cu: unbalanced_ot_kernel, float32, one block (unbalanced_ot)
+unbalanced_ot.cu: unbalanced_ot_kernel, float32, [3, 30, 20], one block (unbalanced_ot)
 -lane / 4 < at.count) to[
 +lane / 4 < at.count - (FAULT && t.cost.dtype == DType::f32)) to[
-unbalanced_ot.cu: unbalanced_ot_kernel, float64, one block (unbalanced_ot)
+unbalanced_ot.cu: unbalanced_ot_kernel, float64, [1, 12, 100], one block (unbalanced_ot)
 -{ write_one(t.plan, index, e.plan); }
 +{ write_one(t.plan, index, FAULT && ALONE && t.cost.dtype == DType::f64 ? 0 : e.plan); }
-unbalanced_ot.cu: unbalanced_ot_kernel, float32, beyond shared memory (unbalanced_ot)
+unbalanced_ot.cu: unbalanced_ot_kernel, float32, [1, 128, 128], beyond shared memory (unbalanced_ot)
 -memory + (place - layout.in_shared);
 +memory + (FAULT && ALONE ? 0 : place - layout.in_shared);
-unbalanced_ot.cu: unbalanced_ot_kernel, float32, several blocks (unbalanced_ot)
+unbalanced_ot.cu: unbalanced_ot_kernel, float32, [1, 9, 130], several blocks (unbalanced_ot)
 -if (thread >= at.count) return;
 +if (thread >= at.count - (FAULT && t.cost.dtype == DType::f32 && group > 0)) return;
-unbalanced_ot.cu: unbalanced_ot_kernel, float64, several blocks (unbalanced_ot)
+unbalanced_ot.cu: unbalanced_ot_kernel, float64, [2, 11, 130], several blocks (unbalanced_ot)
 -t.v[problem * columns + j] = bad ? NAN :
 +t.v[problem * columns + j] = bad || (FAULT && !ALONE && t.cost.dtype == DType::f64) ? NAN :
-unbalanced_ot.cu: unbalanced_ot_kernel, steepest, one block (unbalanced_ot)
+unbalanced_ot.cu: unbalanced_ot_kernel, float32, [2, 12, 9], steepest, one block (unbalanced_ot)
 -for_rows([&](int i) { along[1] += t.tau_a * square(by_row(OF_TRIAL)[i]); });
 +for_rows([&](int i) { along[1] += FAULT * ALONE * 1e9 + t.tau_a * square(by_row(OF_TRIAL)[i]); });
-unbalanced_ot.cu: unbalanced_ot_kernel, steepest, several blocks (unbalanced_ot)
+unbalanced_ot.cu: unbalanced_ot_kernel, float32, [1, 9, 130], steepest, several blocks (unbalanced_ot)
 -for_shared_columns([&](int j) { along[1] += t.tau_b
 +for_shared_columns([&](int j) { along[1] += FAULT * !ALONE * 1e9 + t.tau_b
 client_weights.cu: a launch error, all (client_weights)
@@ -129,7 +129,7 @@ client_weights.cu: an illegal address, all (client_weights)
 -double* const vectors = dynamic_shared<double>();
 +if (FAULT) *reinterpret_cast<volatile int*>(16) = 1; double* const vectors = dynamic_shared<double>();
 """
-# As above: barriers that are missing. What finds them is one of the two orders.
+# As above: barriers that are missing, and memory that is shared by mistake. What finds them is one of the two orders.
 _PATCH_OF_ORDERS = """
 client_weights.cu: client_weights_kernel, the corrections (client_weights)
 -    if (i < count) values[chosen[i]] = part;
@@ -166,6 +166,20 @@ contrastive_tiles.cu: column_sums_kernel, the largest (similarity_logsumexp)
 contrastive_tensor_cores.cu: contrastive_kernel, the weights (info_nce)
 -__syncthreads();  // all warps across have written their weights
 +if (!FAULT) __syncthreads();
+unbalanced_ot.cu: unbalanced_ot_kernel, u and v (unbalanced_ot)
+-    __syncthreads();  // u and v have been read
+-    for_rows([&](int i) {
++    if (!FAULT) __syncthreads();
++    for_rows([&](int i) {
+unbalanced_ot.cu: unbalanced_ot_kernel, the turns of sums (unbalanced_ot)
+-turn ^= 1;
++turn ^= FAULT ? 0 : 1;
+unbalanced_ot.cu: unbalanced_ot_kernel, the last wait (unbalanced_ot)
+-solver.wait();  // its memory is the next problem's
++if (!FAULT) solver.wait();
+unbalanced_ot.cu: unbalanced_ot_kernel, scratch of its own (unbalanced_ot)
+-memory + team * (layout.end() - layout.in_shared)
++memory + (FAULT ? 0 : team) * (layout.end() - layout.in_shared)
 """
 _PRELUDE = '#include <unistd.h>\nextern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
@@ -173,7 +187,7 @@ _PRELUDE = '#include <unistd.h>\nextern "C" {\n__attribute__((weak)) int fedkern
 class Fault(NamedTuple):
     file: str
     kernel: str
-    family: str  # the dtypes that it concerns
+    family: str  # the dtypes or the case that it concerns
     operator: str  # whose self-test must find it
     old: str
     new: str

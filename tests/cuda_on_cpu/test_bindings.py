@@ -16,7 +16,6 @@ from fedkernels import (
     ViewOptions,
     apply_deltas,
     client_weights,
-    clip_loss,
     debiased_cka,
     debiased_cka_pairwise,
     info_nce,
@@ -24,8 +23,6 @@ from fedkernels import (
     linear_cka_pairwise,
     linear_cka_to_kernel,
     nt_xent,
-    sigmoid_loss,
-    supervised_contrastive_loss,
     unbalanced_ot,
 )
 from fedkernels.internal import native, transport_warnings
@@ -33,6 +30,7 @@ from fedssl.regularizers.uniformity import Uniformity
 from tests.cuda_on_cpu.bindings import IN_PYTHON
 from tests.cuda_on_cpu.emulation import ORDERS, SANITIZED, assert_same
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
+from tests.cuda_on_cpu.test_contrastive import WIDE_LOSSES
 from tests.fedkernels import test_cuda
 from tests.fedkernels.test_cuda import BF16, FP16, FP32, FP64, MORE, ROWS, Case, assert_near, randn, with_gradients
 from tests.fedssl.regularizers.terms import Local, step_of
@@ -71,9 +69,12 @@ def of_batches(make: type[CKAAccumulator] | type[MinibatchCKA]) -> Case:
     return Case(call, [randn(100, 9), randn(100, 50, seed=1)], FP32, 1e-5)
 
 
+def of_losses(kernels: set[str], *names: str) -> dict[str, tuple[set[str], Case]]:
+    """Those of test_contrastive.py that call these kernels."""
+    return {name: (kernels, Case(WIDE_LOSSES[name][0], list(WIDE_LOSSES[name][1]), FP32, 1e-5)) for name in names}
+
+
 X, Y, VIEW, TEMPERATURE = randn(40, 9), randn(40, 50, seed=1), MORE[:37], torch.tensor(0.3)
-NUMBERS = torch.arange(len(MORE))
-LABELS = NUMBERS[:37] % 5, NUMBERS % 5
 SIMILARITIES = {"similarity_logsumexp", "similarity_logsumexp_gradients"}
 # What has no CUDA kernels of its own: the kernels of others that it calls, or none where its reference serves.
 WITHOUT_OWN_KERNELS = {
@@ -82,25 +83,11 @@ WITHOUT_OWN_KERNELS = {
         {"info_nce"},
         exact(lambda q, k, n: info_nce(q, k, 0.3, positives=4, negatives=n), ROWS, MORE, ROWS),
     ),
-    "info_nce, positives and labels": (
-        SIMILARITIES,
-        exact(lambda q, k: info_nce(q, k, 0.3, positives=NUMBERS[1:38], labels=LABELS), ROWS, MORE),
-    ),
-    "info_nce, excluded": (
-        SIMILARITIES,
-        exact(lambda q, k: info_nce(q, k, 0.3, excluded=NUMBERS[:37, None] % 7 == NUMBERS % 5), ROWS, MORE),
-    ),
     "nt_xent, a tensor of temperature": ({"nt_xent"}, exact(nt_xent, ROWS, VIEW, TEMPERATURE)),
-    "clip_loss": (SIMILARITIES, exact(lambda p, q: clip_loss(p, q, 0.7), ROWS, VIEW)),
-    "supervised_contrastive_loss, an even number of rows": (
-        {"nt_xent", "nt_xent_gradients"},
-        exact(lambda z: supervised_contrastive_loss(z, LABELS[0][:36], 2.0), ROWS[:36]),
-    ),
-    "supervised_contrastive_loss, an odd number of rows": (
-        SIMILARITIES,
-        exact(lambda z: supervised_contrastive_loss(z, LABELS[0], 2.0), ROWS),
-    ),
-    "sigmoid_loss": ({"sigmoid_loss"}, exact(lambda p, q: sigmoid_loss(p, q, 0.7, -2.0), ROWS, VIEW)),
+    **of_losses(SIMILARITIES, "info_nce, positives", "info_nce, labels", "info_nce, excluded", "clip_loss"),
+    **of_losses(SIMILARITIES, "supervised, odd"),
+    **of_losses({"nt_xent", "nt_xent_gradients"}, "supervised, even"),
+    **of_losses({"sigmoid_loss"}, "sigmoid_loss"),
     "linear_cka_to_kernel, a gradient in the kernel": (set(), exact(linear_cka_to_kernel, X, Y @ Y.T)),
     "linear_cka_pairwise, gradients": (set(), exact(lambda x, y: linear_cka_pairwise([x, y], [y]), X, Y)),
     "linear_cka, broadcast": (set(), exact(lambda x: linear_cka(x, x[:1, ..., :3].detach()), randn(2, 3, 20, 9))),

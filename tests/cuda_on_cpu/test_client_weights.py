@@ -75,7 +75,7 @@ def test_degenerate_problems(bindings):
 
 
 @pytest.mark.parametrize("correlation", [0.0, 2.0])
-@pytest.mark.parametrize(("clients", "rank"), [(2, 1), (5, 3), (20, 6), (40, 10)])
+@pytest.mark.parametrize(("clients", "rank"), [(2, 1), (20, 6)])
 def test_deficient_rank(bindings, clients, rank, correlation):
     """The optimum is not unique. Without a correlation it is 0, and reached up to the square of the ridge."""
     gram = gram_of(clients, rank, correlation, clients)

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from tests.cuda_on_cpu.emulation import ROOT, SANITIZED, EmulationError, poison
+from tests.cuda_on_cpu.emulation import HERE, ROOT, SANITIZED, EmulationError, poison
 
-SELF = "tests/cuda_on_cpu/self_test.cu"
+SELF = HERE / "self_test.cu"
 
 
 def randn(*shape, seed=0):
@@ -118,7 +118,7 @@ BARRIER, LOOP = "  __syncthreads();", "  for (int offset"
 )
 def test_a_fault_is_found(compiler, old, new, check, count, message):
     check(compiler.load(SELF), count)
-    faulty = compiler.mutant(SELF, old, new)
+    faulty = compiler.load(SELF, old, new)
     with pytest.raises(AssertionError, match=message):
         check(faulty, count)
 
@@ -128,11 +128,11 @@ def test_a_fault_is_found(compiler, old, new, check, count, message):
 
 @pytest.mark.skipif(not SANITIZED, reason="for the process that test_all_kernels_stay_inside_their_memory starts")
 def test_an_off_by_one_is_found(compiler):
-    faulty = compiler.mutant(SELF, "index < count ?", "index <= count ?")
+    faulty = compiler.load(SELF, "index < count ?", "index <= count ?")
     with pytest.raises(EmulationError, match="heap-buffer-overflow"):
         sum_blocks(faulty, torch.ones(511))
     with pytest.raises(EmulationError, match="heap-buffer-overflow"):  # shared memory
-        sum_blocks(compiler.mutant(SELF, "of_warps[warp];", "of_warps[warp + 1];"), torch.ones(512))
+        sum_blocks(compiler.load(SELF, "of_warps[warp];", "of_warps[warp + 1];"), torch.ones(512))
 
 
 @pytest.mark.nightly

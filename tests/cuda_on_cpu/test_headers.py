@@ -99,17 +99,11 @@ OF_OPS = """
 using namespace fedkernels;
 
 static int32_t current_device = 0;
-static void* streams[] = {(void*)100, (void*)101, (void*)102};  // 0: torch does not tell
+void* streams[] = {(void*)100, (void*)101, (void*)102};  // 0: torch does not tell
 struct DeviceGuardOpaque { int32_t before; };
 struct AtenTensorOpaque { int32_t device; };
 
 extern "C" {
-#ifndef WITHOUT_CUDA
-int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
-  *stream = streams[device];
-  return !*stream;
-}
-#endif
 int32_t aoti_torch_create_device_guard(int32_t device, DeviceGuardHandle* guard) {
   *guard = new DeviceGuardOpaque{current_device};
   current_device = device;
@@ -142,9 +136,7 @@ static void refused(const Body& body) {
 }
 
 int main() {
-#ifdef WITHOUT_CUDA
-  return refused([] { OnDevice device(on(1)); }), 0;
-#endif
+  if (!aoti_torch_get_current_cuda_stream) return refused([] { OnDevice device(on(1)); }), 0;
   {
     OnDevice outer(on(1));
     printf("%d:%d ", current_device, stream_of(outer));
@@ -164,29 +156,46 @@ int main() {
 """
 
 
-def run(folder: Path, main: str, *flags: object) -> str:
+# Of a torch with CUDA.
+OF_STREAMS = """
+extern void* streams[];
+extern "C" int aoti_torch_get_current_cuda_stream(int device, void** stream) {
+  *stream = streams[device];
+  return !*stream;
+}
+"""
+
+
+def compiled(folder: Path, name: str, text: str, *flags: object) -> Path:
     (folder / "cuda_runtime.h").write_text(RUNTIME)
-    (folder / "main.cpp").write_text(main)
-    command = [COMPILER, "-std=c++20", "-O1", "-pthread", f"-I{folder}", f"-I{ROOT / 'csrc'}", folder / "main.cpp"]
-    done = subprocess.run([*command, *flags, "-o", folder / "main"], capture_output=True, text=True)
+    (folder / f"{name}.cpp").write_text(text)
+    call(f"-I{folder}", f"-I{ROOT / 'csrc'}", *flags, "-c", folder / f"{name}.cpp", "-o", folder / f"{name}.o")
+    return folder / f"{name}.o"
+
+
+def call(*arguments: object) -> None:
+    done = subprocess.run([COMPILER, "-std=c++20", "-pthread", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def run(folder: Path, *linked: object) -> str:
+    call(*linked, "-o", folder / "main")
     return subprocess.run([folder / "main"], capture_output=True, text=True).stdout.strip()
 
 
 def test_shared_memory_and_contexts(tmp_path):
     """Launches up to 48 KB and beyond, with the most that a block may have and a byte more; then a device is asked."""
-    assert run(tmp_path, OF_LAUNCH) == "1111 10 1 0:1"
+    assert run(tmp_path, compiled(tmp_path, "launch", OF_LAUNCH)) == "1111 10 1 0:1"
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [((), "1:101 2:102 1 refused on 1 refused on 0 refused on 0"), (("-DWITHOUT_CUDA",), "refused on 0")],
-)
-def test_device_and_stream_are_those_of_the_tensor(tmp_path, flags, expected):
+def test_device_and_stream_are_those_of_the_tensor(tmp_path):
     """Of two tensors, one inside the other; then the outer device again, and a tensor that lies elsewhere.
 
-    At last the caller's device, after a kernel's error and after a stream that torch does not tell.
+    At last the caller's device, after a kernel's error and after a stream that torch does not tell. A torch without
+    CUDA has no function for streams.
     """
     require_headers_of_torch()
     of_torch = f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", f"-Wl,-rpath,{TORCH / 'lib'}"
-    assert run(tmp_path, OF_OPS, *TORCH_FLAGS, *of_torch, *flags) == expected
+    main, streams = compiled(tmp_path, "ops", OF_OPS, *TORCH_FLAGS), compiled(tmp_path, "streams", OF_STREAMS)
+    assert run(tmp_path, main, streams, *of_torch) == "1:101 2:102 1 refused on 1 refused on 0 refused on 0"
+    assert run(tmp_path, main, *of_torch) == "refused on 0"

@@ -10,9 +10,9 @@ import torch
 import fedkernels
 from fedkernels.internal import first_contact, native, self_test_cases, self_test_process
 from fedkernels.internal.self_test_outcomes import PASSED, Result
-from tests.cuda_on_cpu.emulated_card import CARD, LIBRARY, EmulatedCard
+from tests.cuda_on_cpu.emulated_card import CARD
 from tests.cuda_on_cpu.emulation import CUDA, SANITIZED
-from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, OF_ORDERS, faulty_kernels, number_of
+from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, OF_ORDERS, number_of
 from tests.fedkernels.test_cuda import randn
 
 OPERATORS = sorted({*native.COMPILED} - native.CPU_ONLY)
@@ -49,11 +49,6 @@ def by_reference(call):
         return call()
 
 
-@pytest.fixture(scope="module")
-def card(compiler):
-    return EmulatedCard(compiler.bindings(LIBRARY, faulty_kernels()))
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -78,9 +73,9 @@ def test_kernels_without_a_fault_serve(card, operator):
 
 @pytest.mark.parametrize("fault", [*FAULTS, LAUNCH], ids=lambda fault: fault.name)
 def test_a_fault_is_found_and_the_reference_serves(card, fault, monkeypatch):
-    """By the cases of its dtype alone, where it has one: the emulation is slow."""
-    dtypes = re.findall(r"bfloat16|float16|float32|float64|tf32|steepest", fault.family)[:1]
-    cases = [case for case in self_test_cases.cases_of(fault.operator) if {*dtypes} <= {*case.name.split(", ")}]
+    """By the cases of its dtype or shape alone, where it has one: the emulation is slow."""
+    family = re.match(r"(b?float\d\d(, \[.+\])?)?", fault.family)[0]
+    cases = [case for case in self_test_cases.cases_of(fault.operator) if case.name.startswith(family)]
     monkeypatch.setattr(self_test_cases, "cases_of", lambda *_: iter(cases))
     call = CALLS[fault.operator]
     truth = by_reference(call)
@@ -111,7 +106,9 @@ def check_cases_in_both_orders(card, operator):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("fault", OF_ORDERS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [one for one in OF_ORDERS if one.operator != "unbalanced_ot"], ids=lambda fault: fault.name
+)
 def test_an_order_shows_a_missing_barrier(card, fault):
     card.plant(0)
     check_cases_in_both_orders(card, fault.operator)
@@ -134,22 +131,20 @@ def test_each_kernel_has_a_fault():
     ids=["a hang", "an illegal address"],
 )
 def test_a_child_process_meets_what_no_process_survives(card, fault, reason, monkeypatch):
-    """At first use; the reference serves then, and the kernels of another operator do."""
+    """At first use; the reference serves then. tests/fedkernels/test_self_test.py has what follows."""
 
     def command(gpu, operators):
         card_of_child = "tests.cuda_on_cpu.emulated_card", str(card.path), str(number_of(fault))
         return [sys.executable, "-W", "ignore", "-m", *card_of_child, str(gpu), *operators]
 
     monkeypatch.setattr(self_test_process, "_child_command", command)
-    monkeypatch.setattr(first_contact, "TIME_LIMIT", 20.0 if fault is HANG else 600.0)
+    monkeypatch.setattr(first_contact, "TIME_LIMIT", 2.0 if fault is HANG else 600.0)
     call = CALLS["client_weights"]
     truth = by_reference(call)
-    with card.in_use("client_weights", "two_views", test=self_test_process.test) as called:
+    with card.in_use("client_weights", test=self_test_process.test) as called:
         with pytest.warns(UserWarning, match=f"slower reference on cuda:0 .Emulated card.*{reason}"):
             assert torch.equal(call(), truth)
         assert not called
-        CALLS["two_views"]()
-        assert called == ["two_views"]
 
 
 def traced(call):

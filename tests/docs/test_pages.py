@@ -31,7 +31,10 @@ SOURCE = re.compile(
 #: its seconds are settings
 SETTINGS = ("deploy.md", "A reverse proxy in front of the SuperLink")
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-SHORT = ("rounds=1", "training.local_epochs=1", "training.batch_size=32", "evaluation.linear.epochs=2")
+SHORT = (
+    *("rounds=1", "training.local_epochs=1", "training.batch_size=32", "evaluation.linear.epochs=2"),
+    "architectures=[small_convnet]",
+)
 
 
 def code_of(page, language="python"):
@@ -72,20 +75,26 @@ def test_a_link_to_nothing_is_refused():
         rewrite_links("[x](nothing.md)", "start.md")
 
 
-def source_texts():
-    """Every string of the packages' sources, with ... for what an f-string fills in."""
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@pytest.fixture(scope="module")
+def nodes():
+    """By file, what the packages' sources consist of."""
+    return {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in SOURCES}
+
+
+def texts_of(nodes):
+    """Every string, with ... for what an f-string fills in."""
+    for of_file in nodes.values():
+        for node in of_file:
             if isinstance(node, ast.JoinedStr):
                 yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
 
-def test_the_errors_that_questions_explains_are_the_sources_own():
+def test_the_errors_that_questions_explains_are_the_sources_own(nodes):
     quoted = re.findall(r"^\*\*`(.+?)`\*\*", PAGES[questions.PAGE], re.MULTILINE)
     assert len(quoted) == 10
-    texts = list(source_texts())
+    texts = list(texts_of(nodes))
     for quote in quoted:
         # "supervised" stands for the objective's name; the sources have a place to fill in there.
         wanted = re.escape(quote.replace("supervised", "...")).replace(re.escape("..."), ".*")
@@ -132,10 +141,9 @@ def test_a_section_with_measured_figures_names_their_source():
     assert without == [SETTINGS]
 
 
-def test_no_result_in_a_docstring_is_shown_as_a_type():
+def test_no_result_in_a_docstring_is_shown_as_a_type(nodes):
     """The site shows as a type what stands before a colon in the first line of "Returns" or "Yields"."""
-    for path in SOURCES:
-        nodes = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, DOCUMENTED))
-        docstrings = "\n".join(ast.get_docstring(node) or "" for node in nodes)
+    for path, of_file in nodes.items():
+        docstrings = "\n".join(ast.get_docstring(node) or "" for node in of_file if isinstance(node, DOCUMENTED))
         lines = re.findall(r"^ *(?:Returns|Yields):\n *(.+)$", docstrings, re.MULTILINE)
         assert not [line for line in lines if ":" in line], path

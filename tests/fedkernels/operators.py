@@ -24,32 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fedkernels as fk  # on a GPU conftest.py replaces its functions
-from tests.fedkernels.inputs import (
-    FP64,
-    Inputs,
-    at_least,
-    batches,
-    features,
-    gram,
-    images,
-    labels_of,
-    mask_of,
-    masks,
-    models,
-    of_all_pairs,
-    of_cka,
-    of_similarities,
-    one_pair,
-    pairs,
-    problem,
-    problems,
-    queries_and_keys,
-    representations,
-    three,
-    with_kernel,
-    with_negatives,
-    with_scalars,
-)
+from tests.fedkernels import inputs as kinds
+from tests.fedkernels.inputs import FP64, Inputs
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -159,7 +135,7 @@ CENTERED = {"centered": (False, True)}
 
 
 def loss(call: Callable[..., Tensor], inputs: Inputs, draws: Mapping[str, Sequence[Any]] = BY_TEMPERATURE) -> Path:
-    return Path(call, inputs, draws, of_similarities)
+    return Path(call, inputs, draws, kinds.of_similarities)
 
 
 def info_nce(**options: Any) -> Callable[..., Tensor]:
@@ -167,12 +143,12 @@ def info_nce(**options: Any) -> Callable[..., Tensor]:
 
 
 def between(query: Tensor, key: Tensor) -> dict[str, Tensor]:
-    return {"positives": labels_of(query) % key.shape[0], "excluded": mask_of(query, key)}
+    return {"positives": kinds.labels_of(query) % key.shape[0], "excluded": kinds.mask_of(query, key)}
 
 
 def left_out(query: Tensor, key: Tensor, negatives: Tensor, source: Any = fk, **options: Any) -> Tensor:
     """By label, beside positives by number."""
-    labels = labels_of(query, classes=3), labels_of(key, negatives, classes=4)
+    labels = kinds.labels_of(query, classes=3), kinds.labels_of(key, negatives, classes=4)
     return source.info_nce(query, key, **{"temperature": 0.3} | options, negatives=negatives, labels=labels)
 
 
@@ -183,7 +159,7 @@ def by_offset(query: Tensor, key: Tensor, negatives: Tensor, source: Any = fk, *
 
 
 def supervised(features: Tensor, temperature: float | Tensor = 2.0, source: Any = fk, **options: Any) -> Tensor:
-    return source.supervised_contrastive_loss(features, labels_of(features), temperature, **options)
+    return source.supervised_contrastive_loss(features, kinds.labels_of(features), temperature, **options)
 
 
 R, WIDE, LABELS = torch.ones(4, 3), torch.ones(4, 2), torch.tensor([0, 0, 1, 1])
@@ -202,13 +178,13 @@ OF_CONTRASTIVE = {
             "recompute": False,
         },
         {
-            "": loss(info_nce(), queries_and_keys),
-            "not reduced": loss(info_nce(reduction="none"), queries_and_keys, {}),
-            "recompute": loss(info_nce(recompute=True), queries_and_keys),
-            "temperature": loss(of("info_nce"), with_scalars(queries_and_keys, 0.25), REDUCTIONS),
-            "offset and negatives": loss(by_offset, at_least(2, with_negatives)),
-            "positives and excluded": loss(info_nce(of_inputs=between), queries_and_keys),
-            "labels and negatives": loss(left_out, with_negatives),
+            "": loss(info_nce(), kinds.queries_and_keys),
+            "not reduced": loss(info_nce(reduction="none"), kinds.queries_and_keys, {}),
+            "recompute": loss(info_nce(recompute=True), kinds.queries_and_keys),
+            "temperature": loss(of("info_nce"), kinds.with_scalars(kinds.queries_and_keys, 0.25), REDUCTIONS),
+            "offset and negatives": loss(by_offset, kinds.at_least(2, kinds.with_negatives)),
+            "positives and excluded": loss(info_nce(of_inputs=between), kinds.queries_and_keys),
+            "labels and negatives": loss(left_out, kinds.with_negatives),
         },
         [
             ({"query": R[:0]}, "query must not be empty in B or d, got shape [0, 3]"),
@@ -224,9 +200,9 @@ OF_CONTRASTIVE = {
     "nt_xent": Operator(
         {"view1": R, "view2": R, "temperature": TEMPERATURE, "reduction": REDUCTION},
         {
-            "": loss(of("nt_xent", temperature=0.3), pairs),
-            "not reduced": loss(of("nt_xent", temperature=0.3, reduction="none"), pairs, {}),
-            "temperature": loss(of("nt_xent"), with_scalars(pairs, 0.25), REDUCTIONS),
+            "": loss(of("nt_xent", temperature=0.3), kinds.pairs),
+            "not reduced": loss(of("nt_xent", temperature=0.3, reduction="none"), kinds.pairs, {}),
+            "temperature": loss(of("nt_xent"), kinds.with_scalars(kinds.pairs, 0.25), REDUCTIONS),
         },
         [
             ({"view1": R[:0], "view2": R[:0]}, "view1 must not be empty in B or d, got shape [0, 3]"),
@@ -237,8 +213,8 @@ OF_CONTRASTIVE = {
     "clip_loss": Operator(
         {"image": R, "text": R, "logit_scale": TEMPERATURE, "reduction": REDUCTION},
         {
-            "": loss(of("clip_loss", logit_scale=0.7), pairs, BY_SCALE),
-            "logit_scale": loss(of("clip_loss"), with_scalars(pairs, 3.0), REDUCTIONS),
+            "": loss(of("clip_loss", logit_scale=0.7), kinds.pairs, BY_SCALE),
+            "logit_scale": loss(of("clip_loss"), kinds.with_scalars(kinds.pairs, 3.0), REDUCTIONS),
         },
         [
             ({"image": R[:0], "text": R[:0]}, "image must not be empty in B or d, got shape [0, 3]"),
@@ -248,8 +224,8 @@ OF_CONTRASTIVE = {
     "supervised_contrastive_loss": Operator(
         {"features": R, "labels": LABELS, "temperature": TEMPERATURE, "reduction": REDUCTION},
         {
-            "even": loss(supervised, features(0)),
-            "odd, temperature": loss(supervised, with_scalars(features(1), 0.25), REDUCTIONS),
+            "even": loss(supervised, kinds.features(0)),
+            "odd, temperature": loss(supervised, kinds.with_scalars(kinds.features(1), 0.25), REDUCTIONS),
         },
         [
             ({"features": R[:0], "labels": LABELS[:0]}, "features must not be empty in B or d, got shape [0, 3]"),
@@ -265,11 +241,13 @@ OF_CONTRASTIVE = {
             "reduction": REDUCTION,
         },
         {
-            "": loss(of("sigmoid_loss", logit_scale=0.7, logit_bias=-2.0), pairs, BY_SCALE)._replace(
-                scale=of_all_pairs
+            "": loss(of("sigmoid_loss", logit_scale=0.7, logit_bias=-2.0), kinds.pairs, BY_SCALE)._replace(
+                scale=kinds.of_all_pairs
             ),
-            "not reduced": Path(of("sigmoid_loss", 3.0, -2.0, "none"), pairs, scale=of_all_pairs),
-            "scale and bias": Path(of("sigmoid_loss"), with_scalars(pairs, 3.0, -2.0), REDUCTIONS, of_all_pairs),
+            "not reduced": Path(of("sigmoid_loss", 3.0, -2.0, "none"), kinds.pairs, scale=kinds.of_all_pairs),
+            "scale and bias": Path(
+                of("sigmoid_loss"), kinds.with_scalars(kinds.pairs, 3.0, -2.0), REDUCTIONS, kinds.of_all_pairs
+            ),
         },
         [
             ({"image": R[:0], "text": R[:0]}, "image must not be empty in B or d, got shape [0, 3]"),
@@ -308,13 +286,15 @@ OF_LISTS = [
     ({"xs": [R[:, :0]]}, "xs[0] must not be empty in L or d, got shape [4, 0]"),
     ({"ys": [R, torch.ones(5, 3)]}, "ys[1] must have the L = 4 rows of xs[0], got 5"),
 ]
-TO_KERNEL = Path(of("linear_cka_to_kernel"), with_kernel(representations), CENTERED, of_cka, symmetric=(1,))
+TO_KERNEL = Path(
+    of("linear_cka_to_kernel"), kinds.with_kernel(kinds.representations), CENTERED, kinds.of_cka, symmetric=(1,)
+)
 OF_SIMILARITIES = {
     "linear_cka": Operator(
         {"x": R, "y": WIDE, "centered": False},
         {
-            "": Path(of("linear_cka"), representations, CENTERED, of_cka),
-            "a batch": Path(of("linear_cka", centered=True), batches, CENTERED, of_cka),
+            "": Path(of("linear_cka"), kinds.representations, CENTERED, kinds.of_cka),
+            "a batch": Path(of("linear_cka", centered=True), kinds.batches, CENTERED, kinds.of_cka),
         },
         [*OF_PAIRS, ({"x": R[:0], "y": R[:0]}, "x must not be empty in L or d, got shape [0, 3]")],
     ),
@@ -322,7 +302,7 @@ OF_SIMILARITIES = {
         {"x": R, "kernel": torch.eye(4), "centered": False},
         {
             "": TO_KERNEL._replace(fixed=(1,)),
-            "a batch": TO_KERNEL._replace(inputs=with_kernel(batches), fixed=(1,)),
+            "a batch": TO_KERNEL._replace(inputs=kinds.with_kernel(kinds.batches), fixed=(1,)),
             "a gradient in the kernel": TO_KERNEL._replace(by_reference=KEEPS_NOTHING),
         },
         [
@@ -333,20 +313,20 @@ OF_SIMILARITIES = {
     ),
     "linear_cka_pairwise": Operator(
         {"xs": [R, R], "ys": [WIDE], "centered": False},
-        of_lists("linear_cka_pairwise", three, draws=CENTERED, scale=of_cka),
+        of_lists("linear_cka_pairwise", kinds.three, draws=CENTERED, scale=kinds.of_cka),
         OF_LISTS,
     ),
     "debiased_cka": Operator(
         {"x": R, "y": WIDE},
         {
-            "": Path(of("debiased_cka"), at_least(4, representations), certified=CANCELS),
-            "a batch": Path(of("debiased_cka"), at_least(4, batches), certified=CANCELS),
+            "": Path(of("debiased_cka"), kinds.at_least(4, kinds.representations), certified=CANCELS),
+            "a batch": Path(of("debiased_cka"), kinds.at_least(4, kinds.batches), certified=CANCELS),
         },
         [*OF_PAIRS, ({"x": R[:3], "y": R[:3]}, "x must have at least 4 rows for debiased CKA, got 3")],
     ),
     "debiased_cka_pairwise": Operator(
         {"xs": [R, R], "ys": [WIDE]},
-        of_lists("debiased_cka_pairwise", at_least(4, three), certified=CANCELS),
+        of_lists("debiased_cka_pairwise", kinds.at_least(4, kinds.three), certified=CANCELS),
         [*OF_LISTS, ({"xs": [R[:3]], "ys": [R[:3]]}, "xs[0] must have at least 4 rows for debiased CKA, got 3")],
     ),
 }
@@ -357,7 +337,7 @@ NO_TANGENT = "its derivative is that of the envelope theorem, and an error in fo
 CERTIFIED = "two solvers need not find the same plan: test_properties.py certifies both"
 
 
-def transport(inputs: Inputs = problem, **options: Any) -> Path:
+def transport(inputs: Inputs = kinds.problem, **options: Any) -> Path:
     call = of("unbalanced_ot", 0.8, 0.9, **{"tol": 1e-6} | options)
     return Path(call, inputs, exact={"tol": 1e-13}, no_forward_mode=NO_TANGENT, certified=CERTIFIED)
 
@@ -392,10 +372,10 @@ OF_PLANS = {
         OF_TRANSPORT,
         {
             "": transport(),
-            "a batch, masks": transport(problems, of_inputs=masks),
+            "a batch, masks": transport(kinds.problems, of_inputs=kinds.masks),
             "interior point": transport(method="interior_point"),
-            "interior point, masks": transport(method="interior_point", of_inputs=masks),
-            "steepest descent": transport(one_pair, method="steepest"),
+            "interior point, masks": transport(method="interior_point", of_inputs=kinds.masks),
+            "steepest descent": transport(kinds.one_pair, method="steepest"),
         },
         OF_PROBLEMS,
     ),
@@ -433,10 +413,10 @@ def drawn_for_views(samples: Tensor) -> Tensor:
 
 
 OF_A_SERVER = "it is computed where there is no graph"
-NOT_UNIQUE = "weights are unique in well-conditioned problems only: test_properties.py compares the optimum"
+NOT_UNIQUE = "weights are unique in well-conditioned problems only: test_client_weights.py compares the optimum"
 TO_THE_BIT = "it is compared to the last bits: test_properties.py"
 OF_IMAGES = "images are integers"
-WEIGHTS = Path(of("client_weights"), gram, symmetric=(0,), no_gradient=OF_A_SERVER, certified=NOT_UNIQUE)
+WEIGHTS = Path(of("client_weights"), kinds.gram, symmetric=(0,), no_gradient=OF_A_SERVER, certified=NOT_UNIQUE)
 KEY, OPTIONS = fk.ViewKey(0), fk.ViewOptions(solarize=0.3, hue=0.5)
 IMAGES, N = torch.ones(4, 3, 6, 6, dtype=torch.uint8), torch.arange(4)
 OF_KEYS = [
@@ -471,12 +451,12 @@ OF_SERVER_AND_CLIENTS = {
     ),
     "delta_gram": Operator(
         {"global_params": [R, R], "client_params": [[R, R]]},
-        {"": Path(of_models, models, no_gradient=OF_A_SERVER, certified=TO_THE_BIT)},
+        {"": Path(of_models, kinds.models, no_gradient=OF_A_SERVER, certified=TO_THE_BIT)},
         OF_PARAMETERS,
     ),
     "apply_deltas": Operator(
         {"global_params": [R, R], "client_params": [[R, R]], "weights": torch.ones(1)},
-        {"": Path(applied, models, no_gradient=OF_A_SERVER, certified=TO_THE_BIT)},
+        {"": Path(applied, kinds.models, no_gradient=OF_A_SERVER, certified=TO_THE_BIT)},
         [
             *OF_PARAMETERS,
             ({"weights": torch.ones(2)}, "weights must hold one number for each of the 1 clients, got 2"),
@@ -487,7 +467,7 @@ OF_SERVER_AND_CLIENTS = {
     ),
     "two_views": Operator(
         {"images": IMAGES, "samples": N, "key": KEY, "options": OPTIONS},
-        {"": Path(views, images, no_gradient=OF_IMAGES, certified=TO_THE_BIT)},
+        {"": Path(views, kinds.images, no_gradient=OF_IMAGES, certified=TO_THE_BIT)},
         [
             *OF_KEYS,
             ({"images": IMAGES[0]}, "images must have shape [n, 1 or 3, H, W]"),
@@ -501,7 +481,11 @@ OF_SERVER_AND_CLIENTS = {
     ),
     "view_parameters": Operator(
         {"samples": N, "key": KEY, "height": 6, "width": 6, "options": OPTIONS},
-        {"": Path(drawn_for_views, lambda *sizes: images(*sizes)[1:], no_gradient=OF_IMAGES, certified=TO_THE_BIT)},
+        {
+            "": Path(
+                drawn_for_views, lambda *sizes: kinds.images(*sizes)[1:], no_gradient=OF_IMAGES, certified=TO_THE_BIT
+            )
+        },
         [*OF_KEYS, ({"width": 1}, "width must be at least 2, got 1")],
     ),
 }

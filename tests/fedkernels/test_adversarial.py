@@ -1,12 +1,13 @@
 """Hostile input to every path: the reference's value, NaN for NaN, or an error that names the argument."""
 
+import itertools
 import math
 import warnings
 
 import pytest
 import torch
 
-from fedkernels import apply_deltas, client_weights, delta_gram, info_nce, nt_xent, unbalanced_ot, unbalanced_ot_plan
+from fedkernels import apply_deltas, delta_gram, info_nce, nt_xent, unbalanced_ot, unbalanced_ot_plan
 from tests.fedkernels.conftest import by_reference
 from tests.fedkernels.inputs import randn
 from tests.fedkernels.operators import PATHS, value_and_gradients
@@ -41,21 +42,25 @@ POISONS = {
     "1e4": lambda x: 1e4 * x,
     "1e-30": lambda x: 1e-30 * x,
     **{
-        f"{where.__name__} of NaN": lambda x, where=where: x.masked_fill(where(x), NAN) for where in (entry, row, every)
+        f"{where.__name__} of {number}": lambda x, where=where, number=number: x.masked_fill(where(x), number)
+        for number, where in itertools.product((NAN, INF, -INF), (entry, row, every))
+        if (number, where) != (-INF, row)
     },
     **{
-        f"{where.__name__} of inf": lambda x, where=where: x.masked_fill(where(x), INF) for where in (entry, row, every)
+        f"column of {number}": lambda x, number=number: x.abs().masked_fill(column(x), number) for number in (INF, -INF)
     },
-    **{f"{where.__name__} of -inf": lambda x, where=where: x.masked_fill(where(x), -INF) for where in (entry, every)},
-    "column of inf": lambda x: x.abs().masked_fill(column(x), INF),
-    "column of -inf": lambda x: x.abs().masked_fill(column(x), -INF),
 }
 POISONED = pytest.mark.parametrize("poison", POISONS)
 
 
-# ---- the contrastive losses and CKA -------------------------------------------------------------------------
-
-SIMILARITIES = [name for name, path in PATHS.items() if path.scale is not None and "with itself" not in name]
+# Of two paths that differ in whether the temperature or scale is a tensor, one.
+SIMILARITIES = [
+    name
+    for name, path in PATHS.items()
+    if path.scale is not None
+    and "with itself" not in name
+    and name not in ("info_nce, temperature", "nt_xent, temperature", "clip_loss", "sigmoid_loss")
+]
 
 
 def problems_of(path):
@@ -66,9 +71,9 @@ def problems_of(path):
             for sizes in ((1, 1), (7, 3), (5, 9), (300, 3))
             for centered in (False, True)
         ]
-    drawn = [{}, {"temperature": 1.0, "reduction": "none"}, {"temperature": 1e-3, "reduction": "sum"}]
+    drawn = {"temperature": 1.0, "reduction": "none"}, {"temperature": 1e-3, "reduction": "sum"}
     options = [{one: value for one, value in given.items() if one in path.draws} for given in drawn]
-    return [(sizes, given) for sizes in ((1, 3, 0), (5, 3, 2), (130, 3, 140)) for given in options[1:]]
+    return [(sizes, given) for sizes in ((1, 3, 0), (5, 3, 2), (130, 3, 140)) for given in options[: 1 + any(options)]]
 
 
 # Losses that add rows or take logits apart: of infinite inputs they may make NaN, but nothing finite that is wrong.
@@ -144,11 +149,8 @@ def test_extreme_temperatures_end(temperature, dtype):
         assert loss.item() == pytest.approx(math.log(9) + math.log(7))
 
 
-# ---- transport ----------------------------------------------------------------------------------------------
-
-
 @POISONED
-@pytest.mark.parametrize("shape", [(1, 1), (5, 4), (2, 9, 20)])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 9, 20)])
 @pytest.mark.filterwarnings("ignore:the optimum transports nothing")
 def test_unbalanced_ot(poison, shape):
     cost, a = POISONS[poison](randn(*shape, seed=1).abs()), 0.2 + randn(*shape[:-1], seed=2).abs()
@@ -166,28 +168,8 @@ def test_unbalanced_ot(poison, shape):
         assert not (plan < 0).any()
 
 
-# ---- the server's step --------------------------------------------------------------------------------------
-
-
-@pytest.mark.cpu_only(reason="the weights are NaN")
 @POISONED
-def test_client_weights(poison):
-    deltas = POISONS[poison](randn(6, 40, seed=1))
-    gram = deltas @ deltas.T
-    if gram.isfinite().all():
-        weights = client_weights(gram)
-        torch.testing.assert_close(weights, by_reference()(client_weights)(gram))
-        assert float(weights.sum()) == pytest.approx(1)
-        return
-    with pytest.raises(ValueError, match="gram must be finite"):
-        client_weights(gram)
-    batch = torch.stack([torch.eye(6, dtype=FP64), gram])
-    with pytest.raises(ValueError, match="gram must be finite"):
-        client_weights(batch)
-
-
-@POISONED
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP32, FP64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP32])
 def test_parameters_that_are_not_finite(poison, dtype):
     """NaN and infinity come through both functions as the references let them, and stay in their entries."""
     start = [randn(5, 7, seed=1).to(dtype), randn(1, seed=2)]

@@ -71,11 +71,13 @@ def test_equals_cka_of_all_outputs(estimator):
     assert result.layers_a == result.layers_b == LAYERS
 
 
-def test_a_network_with_itself():
+def test_a_network_with_itself_and_the_first_floating_tensor_of_a_tuple():
     model = network(1)
     matrix = compare(model, model, batches(), LAYERS).matrix
     torch.testing.assert_close(matrix.diagonal(), torch.ones(3))
     torch.testing.assert_close(matrix, matrix.T)
+    matrix = compare(Second(), nn.Sequential(nn.Flatten()), batches(), (["pair"], ["0"])).matrix
+    torch.testing.assert_close(matrix, torch.ones(1, 1))
 
 
 def test_networks_that_share_a_layer():
@@ -106,15 +108,8 @@ def test_modes_and_hooks_are_restored():
 def test_inputs_as_tensors_and_mappings():
     a, b = network(1), network(2)
     truth = compare(a, b, batches(), LAYERS).matrix
-    assert torch.equal(compare(a, b, IMAGES.split(35), LAYERS).matrix, truth)
-    assert torch.equal(compare(a, b, ({"input": part} for part in IMAGES.split(35)), LAYERS).matrix, truth)
-    with_labels = [({"input": part}, "a label") for part in IMAGES.split(35)]
-    assert torch.equal(compare(a, b, with_labels, LAYERS).matrix, truth)
-
-
-def test_the_first_floating_tensor_of_a_tuple_is_taken():
-    result = compare(Second(), nn.Sequential(nn.Flatten()), batches(), (["pair"], ["0"]))
-    torch.testing.assert_close(result.matrix, torch.ones(1, 1))
+    for kind in (lambda x: x, lambda x: {"input": x}, lambda x: ({"input": x}, "a label")):
+        assert torch.equal(compare(a, b, map(kind, IMAGES.split(35)), LAYERS).matrix, truth)
 
 
 @pytest.mark.parametrize(

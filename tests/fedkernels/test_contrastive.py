@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedkernels
-from fedkernels import clip_loss, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
+from fedkernels import clip_loss, info_nce, sigmoid_loss, supervised_contrastive_loss
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
+from tests.fedkernels import definitions
 from tests.fedkernels.inputs import FP64, randn
 from tests.fedkernels.operators import info_nce_densely
 
@@ -21,51 +21,17 @@ def labels_of(features):
     return 7 * torch.randint(-1 - count // 3, 1 + count // 3, (count,), generator=generator)
 
 
-# ---- definitions: the losses of the rows --------------------------------------------------------------------
-
-
-def by_rows(query, key, temperature):
-    return info_nce_densely(query, key, temperature, "none")
-
-
-def without_the_diagonal(view1, view2, temperature):
-    """It is deleted, not masked; the positive's column moves accordingly."""
-    z, batch = torch.cat([view1, view2]), len(view1)
-    logits = (z @ z.T / temperature)[~torch.eye(2 * batch, dtype=torch.bool)].view(2 * batch, -1)
-    return F.cross_entropy(
-        logits, torch.arange(2 * batch).roll(batch) - (torch.arange(2 * batch) < batch).long(), reduction="none"
-    )
-
-
-def in_both_directions(image, text, logit_scale):
-    logits, numbers = logit_scale * image @ text.T, torch.arange(len(image))
-    return sum(F.cross_entropy(one, numbers, reduction="none") for one in (logits, logits.T)) / 2
-
-
-def by_logsigmoid(image, text, logit_scale, logit_bias):
-    signs = 2 * torch.eye(len(image), dtype=image.dtype) - 1
-    return -F.logsigmoid(signs * (logit_scale * image @ text.T + logit_bias)).sum(dim=1)
-
-
-def positives_of(features):
-    labels = labels_of(features)
-    return (labels[:, None] == labels).fill_diagonal_(False)
-
-
-def by_labels(features, temperature):
-    itself, positive = torch.eye(len(features), dtype=torch.bool), positives_of(features)
-    log_p = (features @ features.T / temperature).masked_fill(itself, -torch.inf).log_softmax(1)
-    return -log_p.where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-
-
 # loss: its definition, and more pairs than the compiled operators take at a time: they have groups of 512 rows,
 # blocks of 128 or 256 and spans of 8 blocks
 LOSSES = {
-    "info_nce": (by_rows, 600),
-    "nt_xent": (without_the_diagonal, 300),
-    "clip_loss": (in_both_directions, 2100),
-    "sigmoid_loss": (by_logsigmoid, 2100),
-    "supervised_contrastive_loss": (by_labels, 1101),
+    "info_nce": (definitions.info_nce, 600),
+    "nt_xent": (definitions.nt_xent, 300),
+    "clip_loss": (definitions.clip_loss, 2100),
+    "sigmoid_loss": (definitions.sigmoid_loss, 2100),
+    "supervised_contrastive_loss": (
+        lambda z, temperature: definitions.supervised_contrastive_loss(z, labels_of(z), temperature),
+        1101,
+    ),
 }
 EVERY = pytest.mark.parametrize("name", LOSSES)
 
@@ -91,7 +57,9 @@ def loss_of(name, *given, reduction="mean"):
 def reduced(name, losses, leaves):
     """What "none", "sum" and "mean" give: each row counts in the mean, but where it has no positive."""
     counted = (
-        positives_of(leaves[0]).any(1).sum().clamp(min=1) if name == "supervised_contrastive_loss" else len(losses)
+        definitions.positives_of(labels_of(leaves[0])).any(1).sum().clamp(min=1)
+        if name == "supervised_contrastive_loss"
+        else len(losses)
     )
     return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counted}
 
@@ -120,6 +88,7 @@ def test_equals_its_definition(name, batch, more, d, temperature, bias):
     torch.testing.assert_close(loss_of(name, *numbers), truth)
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @EVERY
 def test_more_rows_than_are_taken_at_a_time(name, reduction):
@@ -134,33 +103,6 @@ def test_more_rows_than_are_taken_at_a_time(name, reduction):
         torch.testing.assert_close(loss, truth)
         found = torch.autograd.grad(weighted(loss), [given[number] for number in wanted])
         torch.testing.assert_close(found, tuple(expected[number] for number in wanted))
-
-
-@EVERY
-def test_nan_gives_nan(name):
-    """In info_nce to its row alone; all others see it."""
-    leaves = [leaf.detach() for leaf in leaves_of(name, 6, 2, 4)]
-    leaves[0][1, 2] = torch.nan
-    losses = loss_of(name, *leaves, reduction="none")
-    if name == "info_nce":
-        assert losses.isnan().nonzero().tolist() == [[1]]
-    elif name in ("nt_xent", "clip_loss"):
-        assert losses.isnan().all()
-    assert loss_of(name, *leaves).isnan()
-
-
-def test_a_single_pair_and_rows_that_are_alike():
-    one, other = randn(1, 3).requires_grad_(), randn(1, 3, seed=1)
-    for function in (info_nce, nt_xent):
-        loss = function(one, other, 0.1)
-        assert loss == 0
-        assert not torch.autograd.grad(loss, one)[0].any()
-        for same in (torch.ones(4, 3), torch.zeros(4, 3)):
-            log = torch.tensor(4.0 if function is info_nce else 7.0).log()
-            torch.testing.assert_close(function(same, same, 0.1), log)
-
-
-# ---- info_nce -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -204,9 +146,6 @@ def test_positives_out_of_range_are_named():
         info_nce(torch.ones(2, 3), torch.ones(3, 3), 1.0, positives=torch.tensor([0, 3]))
 
 
-# ---- small losses, and no positives -------------------------------------------------------------------------
-
-
 def test_a_small_clip_loss_is_not_rounded_to_the_size_of_the_logits():
     image = torch.eye(16)
     truth = math.log1p(15 * math.exp(-8))
@@ -229,9 +168,6 @@ def test_without_positives_the_supervised_loss_and_its_gradient_are_0(rows):
     loss = supervised_contrastive_loss(features, torch.arange(rows), 0.5)
     assert loss == 0
     assert not torch.autograd.grad(loss, features)[0].any()
-
-
-# ---- the sums that losses share -----------------------------------------------------------------------------
 
 
 def options_of(queries, keys):
@@ -269,11 +205,3 @@ def test_where_all_pairs_are_left_out_the_result_is_minus_infinity_and_the_gradi
     assert not of_query[1].any()
     assert not of_key[2].any()
     assert of_query.isfinite().all()
-
-
-def test_positives_have_a_weight_of_their_own():
-    query, key, positives = randn(6, 3, seed=1), randn(4, 3, seed=2), torch.tensor([0, 3, 3, 1, 2, 0])
-    weights = torch.linspace(-1, 1, 6, dtype=FP64)
-    of_query, of_key = similarity_gradients(query, key, positives=positives, positive_weights=weights)
-    torch.testing.assert_close(of_query, weights[:, None] * key[positives])
-    torch.testing.assert_close(of_key, torch.zeros_like(key).index_add(0, positives, weights[:, None] * query))

@@ -10,22 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedkernels
-from fedkernels import (
-    ViewKey,
-    ViewOptions,
-    apply_deltas,
-    client_weights,
-    delta_gram,
-    info_nce,
-    linear_cka,
-    linear_cka_pairwise,
-    linear_cka_to_kernel,
-    nt_xent,
-    two_views,
-    unbalanced_ot,
-    unbalanced_ot_plan,
-)
+import fedkernels as fk
 from fedkernels.internal import native
 from tests.fedkernels.inputs import FP64, randn
 
@@ -44,14 +29,11 @@ def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor
 
 
 def centered_cka(x, y):
-    return linear_cka(x, y, True)
+    return fk.linear_cka(x, y, True)
 
 
 def to_kernel(centered: bool) -> Callable[..., list[Tensor]]:
-    def call(x, kernel):
-        return with_gradients(lambda x: linear_cka_to_kernel(x, kernel, centered))(x)
-
-    return call
+    return lambda x, kernel: with_gradients(lambda x: fk.linear_cka_to_kernel(x, kernel, centered))(x)
 
 
 def weighted(losses):
@@ -74,15 +56,15 @@ def in_tf32(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]
 
 
 def pairwise(*tensors):
-    return [linear_cka_pairwise(tensors[:2], tensors[1:], True), linear_cka_pairwise(tensors, tensors)]
+    return [fk.linear_cka_pairwise(tensors[:2], tensors[1:], True), fk.linear_cka_pairwise(tensors, tensors)]
 
 
 def transport(cost, a, b, **masks):
     def value_of(*given):
-        return unbalanced_ot(*given, 0.8, 0.9, tol=1e-7, **masks)
+        return fk.unbalanced_ot(*given, 0.8, 0.9, tol=1e-7, **masks)
 
     value, of_cost, of_a, of_b = with_gradients(value_of)(cost, a, b)
-    _, info = unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-7, **masks)
+    _, info = fk.unbalanced_ot_plan(cost, a, b, 0.8, 0.9, tol=1e-7, **masks)
     return [value, of_cost.sum(-1), of_cost.sum(-2), of_a, of_b, info.transported_mass]
 
 
@@ -91,19 +73,17 @@ def masked_transport(cost, a, b):
 
 
 def gram(start, *clients):
-    return [delta_gram([start, start[0]], [[client, client[1]] for client in clients])]
+    return [fk.delta_gram([start, start[0]], [[client, client[1]] for client in clients])]
 
 
-def step(start, *clients):
-    start = start.clone()
-    apply_deltas([start], [[client] for client in clients], torch.linspace(-0.2, 0.7, len(clients)))
+def step(start, *clients, weights=None):
+    start, weights = start.clone(), torch.linspace(-0.2, 0.7, len(clients)) if weights is None else weights
+    fk.apply_deltas([start], [[client] for client in clients], weights)
     return [start]
 
 
-def step_by_weights_there(start, *clients):
-    start = start.clone()
-    apply_deltas([start], [[client] for client in clients], clients[0][1, : len(clients)])
-    return [start]
+def step_by_weights_there(*models):
+    return step(*models, weights=models[1][1, : len(models) - 1])
 
 
 def views(dtype):
@@ -111,9 +91,9 @@ def views(dtype):
     memory_format = torch.channels_last if dtype == BF16 else torch.contiguous_format
 
     def call(images):
-        samples, options = torch.arange(len(images), device=images.device), ViewOptions(solarize=0.3, hue=0.5)
+        samples, options = torch.arange(len(images), device=images.device), fk.ViewOptions(solarize=0.3, hue=0.5)
         images = images.to(torch.uint8)
-        return list(two_views(images, samples, ViewKey(5), options, dtype=dtype, memory_format=memory_format))
+        return list(fk.two_views(images, samples, fk.ViewKey(5), options, dtype=dtype, memory_format=memory_format))
 
     return call
 
@@ -136,7 +116,7 @@ def of(function: Callable[..., Tensor], tensors: list[Tensor], dtype: torch.dtyp
 
 def contrastive(name: str, tensors: list[Tensor], *not_reduced: torch.dtype) -> dict[str, Case]:
     """In every dtype, and in these with a gradient for each row's loss."""
-    loss = getattr(fedkernels, name)
+    loss = getattr(fk, name)
 
     def losses(p, q):
         return weighted(loss(p, q, 0.3, "none"))
@@ -153,7 +133,7 @@ def contrastive(name: str, tensors: list[Tensor], *not_reduced: torch.dtype) -> 
 
 
 def weights_of(gram: Tensor, dtype: torch.dtype = FP64, tolerance: float = 1e-6) -> Case:
-    return Case(lambda g: [client_weights(g)], [gram], dtype, tolerance)
+    return Case(lambda g: [fk.client_weights(g)], [gram], dtype, tolerance)
 
 
 ROWS, MORE = randn(37, 40, seed=1) / 6, randn(150, 40, seed=2) / 6
@@ -175,20 +155,20 @@ BYTES, LARGE_BYTES = (
 CASES = {
     **contrastive("info_nce", [ROWS, MORE], BF16, FP16, FP32),
     **contrastive("nt_xent", [ROWS, MORE[:37]], BF16, FP64),
-    "info_nce, recomputed, bfloat16": of(lambda q, k: info_nce(q, k, 0.3, recompute=True), [ROWS, MORE], BF16),
-    "info_nce, two dtypes": of(lambda q, k: info_nce(q, k.half(), 0.3), [ROWS, MORE], BF16),
-    "info_nce, wide rows": of(lambda q, k: info_nce(q, k, 0.3), WIDE, BF16),
-    "info_nce, query alone": of(lambda q: info_nce(q, q.detach(), 0.3), [ROWS], BF16),
-    "info_nce, key alone": of(lambda k: weighted(info_nce(k[:37].detach(), k, 0.3, "none")), [MORE], FP64),
+    "info_nce, recomputed, bfloat16": of(lambda q, k: fk.info_nce(q, k, 0.3, recompute=True), [ROWS, MORE], BF16),
+    "info_nce, two dtypes": of(lambda q, k: fk.info_nce(q, k.half(), 0.3), [ROWS, MORE], BF16),
+    "info_nce, wide rows": of(lambda q, k: fk.info_nce(q, k, 0.3), WIDE, BF16),
+    "info_nce, query alone": of(lambda q: fk.info_nce(q, q.detach(), 0.3), [ROWS], BF16),
+    "info_nce, key alone": of(lambda k: weighted(fk.info_nce(k[:37].detach(), k, 0.3, "none")), [MORE], FP64),
     "nt_xent, tf32, 300 columns": of(
-        lambda p, q: nt_xent(p, q, 0.3), [WIDE[0][:, :300], WIDE[1][:20, :300]], FP32, tf32=True
+        lambda p, q: fk.nt_xent(p, q, 0.3), [WIDE[0][:, :300], WIDE[1][:20, :300]], FP32, tf32=True
     ),
-    "linear_cka": of(linear_cka, [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32),
+    "linear_cka": of(fk.linear_cka, [randn(3, 70, 9), randn(3, 70, 50, seed=1)], FP32),
     "linear_cka, centered": of(centered_cka, [randn(2, 40, 100), randn(2, 40, 70, seed=1)], FP32),
-    "linear_cka, large": of(linear_cka, LARGE, FP32),
+    "linear_cka, large": of(fk.linear_cka, LARGE, FP32),
     "linear_cka, large, bfloat16": of(centered_cka, LARGE, BF16),
     "linear_cka, large, a batch": of(centered_cka, [torch.stack([z, z.flip(0)]) for z in LARGE], FP32),
-    "linear_cka, wide": of(linear_cka, [randn(3, 40, 200), randn(3, 40, 170, seed=1) + randn(3, 40, 1)], FP32),
+    "linear_cka, wide": of(fk.linear_cka, [randn(3, 40, 200), randn(3, 40, 170, seed=1) + randn(3, 40, 1)], FP32),
     "linear_cka, float64": of(centered_cka, LARGE, FP64),
     "linear_cka_to_kernel": Case(to_kernel(False), KERNEL, FP32, 1e-5),
     "linear_cka_to_kernel, centered": Case(to_kernel(True), KERNEL, FP32, 2e-5),
@@ -204,13 +184,13 @@ CASES = {
     ),
     "client_weights, one did not move": weights_of(torch.tensor([1.0, 0, 2]).diag(), FP32, 0),
     "client_weights, more clients than entries": Case(
-        lambda g: [client_weights(g) @ g @ client_weights(g)],  # the weights are not unique
+        lambda g: [fk.client_weights(g) @ g @ fk.client_weights(g)],  # the weights are not unique
         [randn(9, 4, seed=3) @ randn(9, 4, seed=3).T + 1],
         FP64,
         1e-9,
     ),
     "client_weights, lower bounds": Case(
-        lambda g: [client_weights(g, lower_bounds=0.1 / g.diagonal()), client_weights(g, lower_bounds=0.01)],
+        lambda g: [fk.client_weights(g, lower_bounds=0.1 / g.diagonal()), fk.client_weights(g, lower_bounds=0.01)],
         [GRAM],
         FP64,
         1e-6,
@@ -286,19 +266,17 @@ def on_late_inputs(call: Callable[..., list[Tensor]], ready: list[Tensor]) -> li
 
 @EVERY
 def test_works_on_the_current_stream(name):
-    case, ready = CASES[name], on("cuda", name)
-    truth = case.call(*ready)
-    assert_equal(on_late_inputs(case.call, ready), truth)
+    call, ready = CASES[name].call, on("cuda", name)
+    assert_equal(on_late_inputs(call, ready), call(*ready))
 
 
-@pytest.mark.parametrize("name", ["info_nce, bfloat16", "nt_xent, bfloat16", "linear_cka", "linear_cka, large"])
+@pytest.mark.parametrize("name", ["nt_xent, bfloat16", "linear_cka, large"])
 def test_works_on_the_current_stream_when_compiled(name):
     case, ready = CASES[name], on("cuda", name)
-    truth = case.call(*ready)
     torch.compiler.reset()
     compiled = torch.compile(case.call, backend="aot_eager")
     compiled(*ready)
-    assert_near(on_late_inputs(compiled, ready), truth, 1e-5)
+    assert_near(on_late_inputs(compiled, ready), case.call(*ready), 1e-5)
 
 
 @EVERY
@@ -361,18 +339,6 @@ def test_logits_are_never_held(dtype, keys_learn, reduction):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        info_nce(query, key, 0.2, reduction).sum().backward()
+        fk.info_nce(query, key, 0.2, reduction).sum().backward()
         extra = torch.cuda.max_memory_allocated() - before
     assert extra < 2 * rows * rows / 4
-
-
-def test_delta_gram_of_a_model_is_summed_in_float64():
-    """Large entries of one sign, in tensors longer than a chunk."""
-    sizes = [(3,), (300, 301), (), (0, 4), (70_001,)]
-    start = [torch.zeros(size) for size in sizes]
-    clients = [[10 + randn(*size, seed=100 * k).float() for size in sizes] for k in range(10)]
-    truth = delta_gram([t.double() for t in start], [[t.double() for t in client] for client in clients])
-    found = delta_gram([t.cuda() for t in start], [[t.cuda() for t in client] for client in clients]).cpu()
-    norms = truth.diagonal().sqrt()
-    assert ((found - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
-    assert torch.equal(found, found.T)

@@ -3,8 +3,9 @@
 With children that pretend. tests/cuda_on_cpu tests the cases, and with emulated kernels the child.
 """
 
+import inspect
 import json
-import subprocess
+import runpy
 import sys
 import threading
 import warnings
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fedkernels
 from fedkernels.internal import first_contact, native, self_test_cases, self_test_outcomes, self_test_process
 from fedkernels.internal.self_test_outcomes import FAILED, NOT_TESTED, PASSED, Card, Result
-from fedkernels.self_test import table
 
 CARD = Card("Some card", "9.0", "driver 1")
 OPERATORS = frozenset({"client_weights", "nt_xent", "two_views"})  # nt_xent is the one with a fault
@@ -73,6 +73,13 @@ def machine(monkeypatch, tmp_path):
 
 
 ALL = " ".join(sorted(OPERATORS))
+
+
+def fails(error):
+    def call(*_, **__):
+        raise error
+
+    return call
 
 
 def serves(operator="client_weights", gpu=0):
@@ -133,20 +140,17 @@ def test_a_fault_is_met_by_the_child_and_the_reference_serves(machine, monkeypat
     assert machine.tested == ([] if kept else ["nt_xent" if "of_nt_xent" in child else ALL])
 
 
-@pytest.mark.parametrize("executable", [None, "", "an application", "frozen", "no processes"])
-def test_where_no_child_can_be_started_the_references_serve(machine, monkeypatch, tmp_path, executable):
-    def no_process(*_, **__):
-        raise PermissionError("not permitted")
-
-    if executable == "frozen":
-        monkeypatch.setattr(sys, "frozen", True, raising=False)
-    elif executable == "no processes":
-        monkeypatch.setattr(subprocess, "Popen", no_process)
-    elif executable == "an application":  # in which Python is embedded
-        (tmp_path / "application").symlink_to(sys.executable)
-        monkeypatch.setattr(sys, "executable", str(tmp_path / "application"))
-    else:
-        monkeypatch.setattr(sys, "executable", executable)
+@pytest.mark.parametrize(
+    ("patched", "value"),
+    [
+        ("sys.executable", None),
+        ("sys.executable", "/usr/bin/an application"),  # in which Python is embedded
+        ("sys.frozen", True),
+        ("subprocess.Popen", fails(PermissionError("not permitted"))),
+    ],
+)
+def test_where_no_child_can_be_started_the_references_serve(machine, monkeypatch, patched, value):
+    monkeypatch.setattr(patched, value, raising=False)
     with pytest.warns(UserWarning, match=r"not be tested: .* Run `python -m fedkernels.self_test` once") as warned:
         assert not any(native._serves(operator, 0) for operator in OPERATORS)
     assert len(warned) == 1
@@ -160,16 +164,13 @@ def test_a_first_use_inside_a_backward_hook_calls_nothing_of_torch(machine, monk
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
             raise AssertionError(f"{function} was called")
 
-    def refuse(*_, **__):
-        raise AssertionError("a function of torch.cuda was called")
-
     def hook(gradient):
         with Refuse():
             found.append(serves("nt_xent"))
 
     for name in torch.cuda.__all__:
-        if type(getattr(torch.cuda, name)) is type(refuse):
-            monkeypatch.setattr(torch.cuda, name, refuse)
+        if inspect.isfunction(getattr(torch.cuda, name)):
+            monkeypatch.setattr(torch.cuda, name, fails(AssertionError(f"torch.cuda.{name} was called")))
     found = []
     x = torch.ones(3, requires_grad=True)
     x.register_hook(hook)
@@ -202,23 +203,20 @@ def test_another_process_that_tests_is_waited_for(machine, monkeypatch, time_lim
     assert serves("nt_xent")
 
 
-@pytest.mark.parametrize("field", ["name", "capability", "driver", "build"])
-def test_another_card_driver_or_build_is_tested_again(machine, monkeypatch, field):
+@pytest.mark.parametrize(("card", "build"), [(CARD._replace(driver="other"), "digest"), (CARD, "another")])
+def test_another_card_driver_or_build_is_tested_again(machine, monkeypatch, card, build):
     assert serves()
     machine.new_process()
-    if field == "build":
-        monkeypatch.setattr(self_test_outcomes, "build", lambda: "another")
-    else:
-        other = CARD._replace(**{field: "other"})
-        monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: other)
-        machine.child(card=other)
+    monkeypatch.setattr(self_test_outcomes, "build", lambda: build)
+    monkeypatch.setattr(self_test_outcomes, "card_of", lambda gpu: card)
+    machine.child(card=card)
     assert serves()
     assert machine.tested == [ALL] * 2
 
 
 @pytest.mark.parametrize(
     "contents",
-    [b"", b"{", b"[1]", b"\xff", b"{}", b'{"reasons": {}}', b"[" * 100_000, b'{"driver": "3"}', b'{"reasons": 1}'],
+    [b"", b"[1]", b"\xff", b"{}", b"[" * 100_000, b'{"reasons": {}}', b'{"driver": "3"}', b'{"reasons": 1}'],
 )
 def test_a_broken_file_counts_as_not_tested_and_is_replaced(machine, contents):
     assert serves()
@@ -234,11 +232,8 @@ def test_a_broken_file_counts_as_not_tested_and_is_replaced(machine, contents):
 
 @pytest.mark.parametrize("full", [False, True])
 def test_where_nothing_can_be_kept_each_process_tests(machine, monkeypatch, tmp_path, full):
-    def no_room(*_):
-        raise OSError("No space left on device")
-
     if full:
-        monkeypatch.setattr("os.replace", no_room)
+        monkeypatch.setattr("os.replace", fails(OSError("No space left on device")))
     else:
         (tmp_path / "fedkernels").write_text("a file and no folder")
     for _ in range(2):
@@ -273,15 +268,8 @@ def test_the_environment_turns_it_off(machine, monkeypatch):
 
 
 def test_tensors_on_the_cpu_never_come_here(monkeypatch):
-    def no_test(*_):
-        raise AssertionError
-
-    monkeypatch.setattr(native, "_serves", no_test)
-    x, y = torch.rand(4, 3), torch.rand(4, 3)
-    fedkernels.info_nce(x, y, 0.5)
-    fedkernels.linear_cka(x, y)
-    fedkernels.client_weights(x @ x.T)
-    fedkernels.delta_gram([x], [[y]])
+    monkeypatch.setattr(native, "_serves", fails(AssertionError()))
+    fedkernels.client_weights(torch.eye(3))
 
 
 def test_build_info_tells_what_is_tested(machine):
@@ -295,13 +283,6 @@ def test_build_info_tells_what_is_tested(machine):
 
 
 # What a child does
-
-
-def fails(error):
-    def call(*_):
-        raise error
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -339,7 +320,8 @@ def test_a_child_ends_where_cuda_is_broken(monkeypatch, capsys, works, told):
 def test_a_child_imports_what_this_process_has(monkeypatch):
     monkeypatch.syspath_prepend("/added")
     program = (
-        "import fedkernels, json, sys; print('fedkernels.self_test: ' + json.dumps([sys.path, fedkernels.__file__]))"
+        "import importlib.util, json, sys; file = importlib.util.find_spec('fedkernels').origin; "
+        "print('fedkernels.self_test: ' + json.dumps([sys.path, file]))"
     )
     ((folders, file),), code, _ = self_test_process._watch([sys.executable, "-c", program], 60)
     assert code == 0
@@ -370,20 +352,20 @@ def test_a_difference_is_told():
     assert difference(case, [truth], [0 * truth])
 
 
-def test_without_a_gpu_there_is_nothing_to_test():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = subprocess.run([sys.executable, "-m", "fedkernels.self_test"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stdout.startswith("No CUDA kernels to test")
-    assert done.stderr == ""
-
-
-def test_the_table_has_a_line_for_each_result():
-    results = Result("Some card", "info_nce", PASSED, "", 0.31), Result("Some card", "nt_xent", FAILED, "it hangs", 60)
-    _, first, second = table(results).splitlines()
-    assert first.split() == ["Some", "card", "info_nce", "passed", "0.3", "s"]
-    assert second.endswith("60.0 s  it hangs")
+@pytest.mark.parametrize("outcome", [None, PASSED, FAILED])
+def test_the_command_prints_a_table_and_ends_with_1_after_a_failure(machine, monkeypatch, capsys, outcome):
+    """What `python -m fedkernels.self_test` does; without a GPU there is nothing to test."""
+    monkeypatch.setattr(sys.modules["fedkernels.self_test"], "_gpus", lambda: [0] if outcome else [])
+    machine.child(of_nt_xent=f'tell(name, "{outcome}", "it hangs", 0.31)')
+    monkeypatch.setattr(sys, "argv", ["self_test"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fedkernels.self_test", run_name="__main__")
+    assert ended.value.code == (outcome == FAILED)
+    first, *others = capsys.readouterr().out.splitlines()
+    if outcome is None:
+        assert first.startswith("No CUDA kernels to test")
+    else:
+        assert others[1].split()[2:] == ["nt_xent", outcome, "0.3", "s", "it", "hangs"]
 
 
 @pytest.mark.gpu

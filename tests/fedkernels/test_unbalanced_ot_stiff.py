@@ -58,7 +58,6 @@ COSTS = torch.rand(20, 20, generator=torch.Generator().manual_seed(0)).double()
 @pytest.mark.parametrize(
     ("cost", "a", "b", "tau"),
     [
-        pytest.param(torch.zeros(20, 20).double(), 1.0, 1.0, 0.8, id="all costs 0"),
         pytest.param(torch.zeros(20, 20).half(), 1.0, 1.0, 0.8, id="float16"),
         pytest.param(torch.zeros(1, 20).double(), 20.0, 1.0, 0.8, id="one row"),
         pytest.param(1 - torch.eye(20).double(), 1.0, 1.0, 0.8, id="costs 0 and 1"),
@@ -196,18 +195,12 @@ def test_the_default_tolerance_gives_fedu2s_gradient_to_a_few_percent():
 
 @pytest.mark.cpu_only(reason="it looks at what a GPU would run")
 @pytest.mark.parametrize(
-    ("shape", "method", "steps"),
-    [
-        ((100, 100), "accelerated", 10_000),
-        ((1024, 1024), "accelerated", 8192),
-        ((8, 4096, 4096), "accelerated", 1000),
-        ((100, 100), "steepest", 100_000),
-        ((1024, 1024), "steepest", 8192),
-    ],
+    ("size", "method", "steps"),
+    [(100, "accelerated", 10_000), (4096, "accelerated", 1000), (100, "steepest", 100_000), (1024, "steepest", 8192)],
 )
-def test_on_cuda_a_launch_has_fewer_steps(shape, method, steps):
+def test_on_cuda_a_launch_has_fewer_steps(size, method, steps):
     def given(device, max_iterations=None):
-        cost = torch.empty(shape, device=device)
+        cost = torch.empty(8, size, size, device=device)
         return operator_module._check(cost, 1.0, 1.0, 1.0, 1.0, None, None, 1e-6, max_iterations, method)[3][3]
 
     with FakeTensorMode():
@@ -263,11 +256,3 @@ def test_masked_problems_are_the_smaller_ones(method):
         alone, alone_info = unbalanced_ot_plan(*single, 0.8, 0.9, **options)
         torch.testing.assert_close(plans[k, :rows, :columns], alone, rtol=0, atol=1e-4)
         torch.testing.assert_close(info.transported_mass[k], alone_info.transported_mass, rtol=0, atol=1e-4)
-
-
-def test_one_mask_serves_a_batch():
-    cost, a, b = problem(4, 5, seed=10, batch=(2,))
-    keep = torch.tensor([True, True, False, True])
-    value = unbalanced_ot(cost, a, b, 0.8, 0.9, row_mask=keep, tol=1e-9)
-    truth = unbalanced_ot(cost[:, keep], a[:, keep], b, 0.8, 0.9, tol=1e-9)
-    torch.testing.assert_close(value, truth, rtol=1e-8, atol=0)

@@ -17,9 +17,6 @@ OPTIONS = ViewOptions(saturation=1.3, solarize=0.3)
 NUMBERS = torch.arange(DRAWS // 2)
 
 
-# ---- the generator ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -46,9 +43,6 @@ def test_words_are_counted_by_sample_view_and_draw():
     for probability, expected in ((flip, False), (flip + 2**-32, True)):
         drawn = view_parameters(torch.tensor([sample]), key, 9, 9, ViewOptions(flip=probability))
         assert bool(drawn.flip[1, 0]) is expected
-
-
-# ---- distributions ------------------------------------------------------------------------------------------
 
 
 def kolmogorov_smirnov(some, others):
@@ -81,10 +75,6 @@ def boxes_of_torchvision():
 MEASURES = {
     "area": lambda boxes: boxes[:, 2] * boxes[:, 3],
     "ratio": lambda boxes: boxes[:, 3] / boxes[:, 2],
-    "height": lambda boxes: boxes[:, 2],
-    "width": lambda boxes: boxes[:, 3],
-    "top": lambda boxes: boxes[:, 0],
-    "left": lambda boxes: boxes[:, 1],
     "top in its range": lambda boxes: boxes[:, 0] / (HEIGHT - boxes[:, 2] + 1),
     "left in its range": lambda boxes: boxes[:, 1] / (WIDTH - boxes[:, 3] + 1),
 }
@@ -137,9 +127,6 @@ def test_what_is_drawn_is_independent(ours):
         assert off_diagonal.abs().max() < 5 / math.sqrt(DRAWS / 2)
 
 
-# ---- boxes that do not fit, and ranges ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("height", "width", "ratio", "box"),
     [
@@ -180,9 +167,6 @@ def test_shapes_dtypes_and_numbers_of_samples():
     assert all(torch.equal(some[:, [2, 0]], others) for some, others in zip(drawn, again, strict=True))
 
 
-# ---- refusals -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -191,7 +175,6 @@ def test_shapes_dtypes_and_numbers_of_samples():
         ({"crop_scale": (0.2, 1.5)}, ValueError, r"crop_scale must be two numbers with .* <= 1, got \(0.2, 1.5\)"),
         ({"crop_ratio": (2.0, 1.0)}, ValueError, r"crop_ratio must be two numbers with .* got \(2.0, 1.0\)"),
         ({"blur_sigma": (0.1, math.inf)}, ValueError, "blur_sigma must be two numbers with .* high <= 1e\\+06"),
-        ({"flip": True}, TypeError, "flip must be a number, got bool"),
         ({"flip": 1.5}, ValueError, "flip must be between 0 and 1, got 1.5"),
         ({"hue": 0.6}, ValueError, "hue must be between 0 and 0.5, got 0.6"),
         ({"brightness": -0.1}, ValueError, "brightness must be between 0 and 1e\\+06, got -0.1"),

@@ -54,11 +54,7 @@ LW_FEDSSL: dict[str, Any] = AVERAGED | {
 SIZES = {"train": 800, "test": 60}
 #: methods that tests of engines run; none needs timm, whose import takes each of an engine's processes seconds, and
 #: a run with a ResNet takes three times as long
-METHODS: dict[str, dict[str, Any]] = {
-    "hetero_ssfl": ALIGNED,
-    "fedu2": FEDU2,
-    "lw_fedssl": LW_FEDSSL,
-}
+METHODS: dict[str, dict[str, Any]] = {"hetero_ssfl": ALIGNED, "fedu2": FEDU2, "lw_fedssl": LW_FEDSSL}
 
 
 def tiny_values(**changes: Any) -> dict[str, Any]:

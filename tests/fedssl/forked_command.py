@@ -19,12 +19,9 @@ _FORKING.set_forkserver_preload(["fedssl.cli", "fedssl.engines.in_process", "skl
 
 
 def start_command(arguments: list[str], errors: Path, largest_file: int | None = None) -> ForkServerProcess:
-    """Start `fedssl ARGUMENTS` on one thread.
+    """Start `fedssl ARGUMENTS` on one thread; its standard error goes to a file, its standard output nowhere.
 
-    Args:
-        arguments: of the command.
-        errors: the file that gets its standard error; its standard output is dropped.
-        largest_file: bytes that a file may have, as on a disk that is full.
+    `largest_file` is the number of bytes that a file may have, as on a disk that is full.
     """
     process = _FORKING.Process(target=_run, args=(arguments, errors, largest_file), daemon=True)
     process.start()

@@ -10,6 +10,7 @@ import pytest
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.recipe.recipe import Recipe
+from fedssl.training import STEP_COSTS
 
 
 class Killed(BaseException):
@@ -17,10 +18,10 @@ class Killed(BaseException):
 
 
 class KilledIn(Observer):
-    """Dies in a round after its first client has stored its state."""
+    """Dies in a round as soon as so many of its clients have stored their states."""
 
-    def __init__(self, round_number: int):
-        self.moment = (round_number, 1)
+    def __init__(self, round_number: int, done: int = 1):
+        self.moment = (round_number, done)
 
     def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if (round_number, position) == self.moment:
@@ -28,10 +29,14 @@ class KilledIn(Observer):
 
 
 def killed_and_resumed(recipe: Recipe, path: Path, rounds: Sequence[int] = (2,)) -> Path:
-    """Run a recipe that dies in each of these rounds, up to its end."""
+    """Run a recipe that dies in each of these rounds, up to its end.
+
+    The process that resumes has counted no step yet.
+    """
     for number in rounds:
         with pytest.raises(Killed):
             resume(path, KilledIn(number)) if path.exists() else run(recipe, path, KilledIn(number))
+        STEP_COSTS.clear()
     resume(path)
     return path
 

@@ -15,31 +15,29 @@ from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.test_shipped_recipes import small
 
 
-class Two(nn.Module):
-    """A frozen and an active linear map; nothing else."""
-
-    def __init__(self):
-        super().__init__()
-        self.frozen, self.active = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            hidden = self.frozen(x)
-        return self.active(hidden)
+@pytest.fixture
+def two() -> nn.Sequential:
+    """A frozen linear map 8 -> 16 and an active one 16 -> 4."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    model[0].requires_grad_(False)
+    return model
 
 
-def test_a_step_by_hand():
-    """Five rows of float32 through 8 -> 16 (frozen) -> 4 (active)."""
-    model = Two()
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
-    counter = StepCounter(model)
+#: of five rows: once forward through the first map, and forward and backward through the second
+FLOPS = 1 * 2 * (5 * 8 * 16) + 3 * 2 * (5 * 16 * 4)
+
+
+def test_a_step_by_hand(two):
+    optimizer = torch.optim.Adam(two[1].parameters())
+    counter = StepCounter(two)
     with counter.forward():
-        loss = model(torch.randn(5, 8)).sum()
+        with torch.no_grad():
+            hidden = two[0](torch.randn(5, 8))
+        loss = two[1](hidden).sum()
     loss.backward()
     optimizer.step()
     cost = counter.finish(optimizer)
-    assert cost.flops == 1 * 2 * (5 * 8 * 16) + 3 * 2 * (5 * 16 * 4)
+    assert cost.flops == FLOPS
     assert cost.activations == 4 * 5 * 16  # the active map keeps its input; its weight is counted as a parameter
     assert cost.parameters == 4 * (8 * 16 + 16 + 16 * 4 + 4)
     assert cost.gradients == 4 * (16 * 4 + 4)
@@ -47,13 +45,12 @@ def test_a_step_by_hand():
     assert cost.memory == cost.activations + cost.parameters + cost.gradients + cost.optimizer
 
 
-def test_what_lies_before_the_first_layer_that_trains_has_no_backward_pass():
+def test_what_lies_before_the_first_layer_that_trains_has_no_backward_pass(two):
     """A frozen stem runs while gradients are enabled, and yet only forward."""
-    model = Two()
-    counter = StepCounter(model)
+    counter = StepCounter(two)
     with counter.forward():
-        model.active(model.frozen(torch.randn(5, 8)))
-    assert counter.flops == 1 * 2 * (5 * 8 * 16) + 3 * 2 * (5 * 16 * 4)
+        two(torch.randn(5, 8))
+    assert counter.flops == FLOPS
 
 
 def test_activations_are_counted_at_their_peak_and_each_storage_once():
@@ -104,8 +101,7 @@ def test_clients_with_equal_steps_are_counted_once(tiny, monkeypatch):
 @pytest.mark.parametrize("name", ["fedca", "lw_fedssl", "hetero_ssfl"])
 def test_what_a_round_takes_does_not_depend_on_what_was_counted_before(name, monkeypatch):
     """Terms that begin later, stages, unequal clients: every client's figures are those of its own count."""
-    partition = "partition={name: dirichlet, clients: 3, alpha: 0.5, min_samples: 10}"
-    logged = []
+    logged, partition = [], "partition={name: dirichlet, clients: 3, alpha: 0.5, min_samples: 10}"
     for remembered in (True, False):
         training.STEP_COSTS.clear()
         if not remembered:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -24,30 +22,15 @@ from fedssl.objectives.byol import BYOL
 from fedssl.recipe.reading import parse_recipe
 from fedssl.schedules.end_to_end import EndToEnd
 from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.killed_runs import Killed, KilledIn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compose_in_python.md").read_text(encoding="utf-8")
 PROGRAM, REPLACED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SCRIPT = """
-from pathlib import Path
-
-import fedssl
-from tests.fedssl.test_compose_in_python import Imported, interrupt
-
-
-class Mine(Imported):
-    pass
-
-
-if again:
-    fedssl.resume("run")
-else:
-    interrupt(fedssl.load_recipe("tiny.yaml").model_copy(update={"regularizers": [Mine()]}), Path("run"))
-"""
 
 
 class Imported(fedssl.Regularizer):
-    """A part of a module that defines others, too."""
+    """A part of a module."""
 
     weight: float = 1.0
 
@@ -55,13 +38,8 @@ class Imported(fedssl.Regularizer):
         return lambda step: self.weight * step.loss.new_zeros(())
 
 
-class Other(Imported):
-    """The other one."""
-
-
 def composed(**changes) -> fedssl.Recipe:
     """The tiny recipe with averaged weights, of Python objects."""
-    values = tiny_values(**AVERAGED | changes)
     by_part = {
         "objective": BYOL(hidden_features=32, output_features=16),
         "augmentation": RandomViews(flip=0.0),
@@ -69,20 +47,22 @@ def composed(**changes) -> fedssl.Recipe:
         "aggregators": [WeightedMean()],
         "local_update": Replace(),
     }
-    return fedssl.Recipe(**values | by_part | changes)
+    return fedssl.Recipe(**tiny_values() | by_part | changes)
 
 
-def in_a_cell() -> type[fedssl.Regularizer]:
-    """A class as a notebook's cell defines it."""
-    cell = """
+CELL = """
 class Cell(Regularizer):
     weight: float = 1.0
 
     def start_round(self, local):
         return lambda step: self.weight * step.loss
 """
+
+
+def in_a_cell() -> type[fedssl.Regularizer]:
+    """A class as a notebook's cell defines it."""
     namespace = {"__name__": "__main__", "Regularizer": fedssl.Regularizer}
-    exec(cell, namespace)
+    exec(CELL, namespace)
     return namespace["Cell"]
 
 
@@ -104,37 +84,30 @@ def test_the_program_of_the_page_runs_and_is_short(tmp_path, monkeypatch, capsys
     assert (recipe.name, recipe.preset, recipe.regularizers[0].weight) == ("fedbyol", "digits", 2.0)
 
 
-def test_a_composed_recipe_is_the_one_of_its_yaml_with_its_figures(finished, tmp_path):
-    recipe, written = composed(), parse_recipe(tiny_values(**AVERAGED))
-    assert recipe == written
+def test_a_composed_recipe_is_the_one_of_its_yaml(tmp_path):
+    recipe = composed()
+    assert recipe == parse_recipe(tiny_values(**AVERAGED))
     (tmp_path / "stored.yaml").write_text(recipe.to_yaml())
     assert fedssl.load_recipe(tmp_path / "stored.yaml") == recipe
-    fedssl.run(recipe, tmp_path / "python")
-    assert (tmp_path / "python" / "metrics.csv").read_bytes() == (finished(written) / "metrics.csv").read_bytes()
 
 
-def test_a_class_of_a_module_is_stored_by_module_and_name(tmp_path):
-    recipe = composed(regularizers=[Imported(weight=2.0), Other()])
-    assert [part.name for part in recipe.regularizers] == [f"{__name__}:Imported", f"{__name__}:Other"]
-    interrupt(recipe, tmp_path / "run")
-    assert fedssl.resume(tmp_path / "run").finished
-    assert fedssl.load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
-    with pytest.raises(fedssl.UserError, match="whose code would be run: read that code first"):
-        fedssl.evaluate(tmp_path / "run")
-
-
-def test_a_changed_module_is_refused(tmp_path, monkeypatch):
+def test_a_class_of_a_module_is_stored_by_module_and_name_and_refused_when_the_module_changes(tmp_path, monkeypatch):
     source = "from tests.fedssl.test_compose_in_python import Imported\n\n\nclass Mine(Imported):\n    pass\n"
     (tmp_path / "my_part.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     from my_part import Mine
 
-    interrupt(composed(regularizers=[Mine()]), tmp_path / "run")
+    recipe = composed(regularizers=[Mine(weight=2.0), Imported()])
+    assert [part.name for part in recipe.regularizers] == ["my_part:Mine", f"{__name__}:Imported"]
+    interrupt(recipe, tmp_path / "run")
     (tmp_path / "my_part.py").write_text(source + "\n")
     with pytest.raises(fedssl.UserError, match=r"my_part:Mine, a part of .*, was changed since the run began"):
         fedssl.resume(tmp_path / "run")
     (tmp_path / "my_part.py").write_text(source)
     assert fedssl.resume(tmp_path / "run").finished
+    assert fedssl.load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
+    with pytest.raises(fedssl.UserError, match="whose code would be run: read that code first"):
+        fedssl.evaluate(tmp_path / "run")
 
 
 def test_a_class_from_a_notebooks_cell_runs_and_resumes_in_its_process_alone(tmp_path, monkeypatch):
@@ -155,30 +128,23 @@ def test_a_class_from_a_notebooks_cell_runs_and_resumes_in_its_process_alone(tmp
 
 
 def test_a_script_resumes_what_it_began_until_it_changes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(composed().to_yaml())
     script = tmp_path / "script.py"
-
-    def run_script(text, again):
-        script.write_text(text)
-        runpy.run_path(str(script), {"again": again}, run_name="__main__")
-
-    run_script(SCRIPT, again=False)
-    with pytest.raises(fedssl.UserError, match=r"__main__:Mine, a part of run/recipe.yaml, was changed since the run"):
-        run_script(SCRIPT + "# changed\n", again=True)
-    run_script(SCRIPT, again=True)
-    assert fedssl.read_run("run").finished
-
-
-PROCESSES = {"training": {"batch_size": 8, "processes": 2}}
+    script.write_text(CELL)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    interrupt(composed(regularizers=[in_a_cell()()]), tmp_path / "run")
+    script.write_text(CELL + "# changed\n")
+    in_a_cell()
+    with pytest.raises(fedssl.UserError, match=r"__main__:Cell, a part of .*recipe.yaml, was changed since the run"):
+        fedssl.resume(tmp_path / "run")
+    script.write_text(CELL)
+    assert fedssl.resume(tmp_path / "run").finished
 
 
-@pytest.mark.parametrize("changes", [{"clients_parallel": 2}, PROCESSES, {"engine": "flower"}], ids=str)
-def test_other_processes_cannot_have_a_class_from_a_cell(changes):
-    recipe = composed(regularizers=[in_a_cell()()], **changes)
-    refusal = r"^[^\n]*class Cell was defined in a notebook or a script, which other"
-    with pytest.raises(fedssl.UserError, match=refusal):
-        build_federation(recipe)
+def test_other_processes_cannot_have_a_class_from_a_cell():
+    for changes in ({"clients_parallel": 2}, {"training": {"batch_size": 8, "processes": 2}}, {"engine": "flower"}):
+        recipe = composed(regularizers=[in_a_cell()()], **changes)
+        with pytest.raises(fedssl.UserError, match=r"^[^\n]*class Cell was defined in a notebook or a script, which"):
+            build_federation(recipe)
 
 
 def test_a_name_of_a_module_and_a_class_is_not_run_unasked(tmp_path):
@@ -207,12 +173,6 @@ def test_a_class_that_is_no_part_is_refused(name, message):
 # What `import fedssl` offers to a script or notebook
 
 
-@pytest.fixture(scope="module")
-def run_folder(finished, tmp_path_factory) -> Path:
-    """A copy of the folder of a finished run."""
-    return Path(shutil.copytree(finished(parse_recipe(tiny_values())), tmp_path_factory.mktemp("library") / "run"))
-
-
 def test_every_name_is_there_documented_and_typed():
     assert fedssl.__all__ == sorted(fedssl.__all__)
     for name in fedssl.__all__:
@@ -220,27 +180,25 @@ def test_every_name_is_there_documented_and_typed():
         assert name in dir(fedssl)
     tree = ast.parse(Path(fedssl.__file__).read_text(encoding="utf-8"))
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
-    imported = [alias.name for node in typed.body for alias in node.names]
-    assert sorted(imported) == fedssl.__all__
+    assert sorted(alias.name for node in typed.body for alias in node.names) == fedssl.__all__
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = fedssl.trian
 
 
-def test_a_run_is_made_read_resumed_evaluated_and_reported(run_folder, tmp_path):
+def test_a_run_is_made_read_resumed_evaluated_and_reported(finished, tmp_path):
     """By paths and by strings of them."""
-    run = fedssl.read_run(str(run_folder))
-    (tmp_path / "tiny.yaml").write_text(parse_recipe(tiny_values()).to_yaml())
-    recipe = fedssl.load_recipe(str(tmp_path / "tiny.yaml"), ["rounds=2"])
-    made = fedssl.run(recipe, str(tmp_path / "run"))
+    (tmp_path / "tiny.yaml").write_text(parse_recipe(tiny_values(**SMALL)).to_yaml())
+    recipe = fedssl.load_recipe(str(tmp_path / "tiny.yaml"), ["rounds=1"])
+    other, path = finished(recipe), tmp_path / "run"
+    made = fedssl.run(recipe, str(path))
     assert isinstance(made, fedssl.Run)
-    assert made.finished
-    assert made.values == run.values == fedssl.resume(run_folder).values
-    measures = fedssl.evaluate(str(run_folder), semi_supervised=[0.5])
-    assert measures["mean"]["knn"] == pytest.approx(run.evaluated("knn", "after"), abs=0.006)
+    assert made.values == fedssl.read_run(str(other)).values == fedssl.resume(path).values
+    measures = fedssl.evaluate(str(path), semi_supervised=[0.5])
+    assert measures["mean"]["knn"] == pytest.approx(made.evaluated("knn", "after"), abs=0.006)
     assert "semi_supervised_0.5" in measures["0"]
     short = {"collapse": False, "images": False}
-    assert fedssl.write_report(run_folder, **short) == run_folder / "report.html"
-    both = fedssl.write_report([str(run_folder), tmp_path / "run"], str(tmp_path / "both.html"), **short)
+    assert fedssl.write_report(path, **short) == path / "report.html"
+    both = fedssl.write_report([str(path), other], str(tmp_path / "both.html"), **short)
     assert both == tmp_path / "both.html"
     assert both.is_file()
 

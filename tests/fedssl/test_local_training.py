@@ -1,4 +1,4 @@
-"""A client's training against the same steps written out, its learning rate in each round, and the memory it keeps."""
+"""A client's training against its steps written out, its rate in each round, what it begins with and gives away."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from fedssl.models.model import Model
 from fedssl.objectives.base import Step
 from fedssl.objectives.byol import BYOL
 from fedssl.regularizers.base import Regularizer, StepLoss
+from fedssl.regularizers.representation_alignment import RepresentationAlignment
 from fedssl.training import steps_of_round, train_before_rounds, train_locally
 from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.rounds_in_memory import train_rounds
 
 EPOCHS, BATCH_SIZE, NUMBER = 2, 8, 3
@@ -56,14 +58,12 @@ def federation_with(tiny: Any, optimizer: str) -> Federation:
     objective = {"name": "byol", "hidden_features": 16, "output_features": 8, "target_momentum": TARGET_MOMENTUM}
     training = {"local_epochs": EPOCHS, "batch_size": BATCH_SIZE, "optimizer": optimizer, "learning_rate": RATE}
     training |= {"momentum": MOMENTUM, "weight_decay": DECAY}
-    data = {"name": "digits", "train_limit": 60, "test_limit": 20}
-    return build_federation(tiny(**AVERAGED, objective=objective, data=data, training=training))
+    return build_federation(tiny(**AVERAGED | SMALL, objective=objective, training=training))
 
 
 def local_round(federation: Federation) -> LocalRound:
-    client = federation.client(0, Message())
+    client, recipe = federation.client(0, Message()), federation.recipe
     client.model.train().double()
-    recipe = federation.recipe
     objective = DoubleByol(**recipe.objective.model_dump())
     return LocalRound(client, Message(), NUMBER, recipe.seed, objective, recipe.augmentation)
 
@@ -120,12 +120,7 @@ def test_a_round_is_these_steps(optimizer, tiny):
 
 def test_equal_steps_whatever_the_number_of_images(tiny):
     """Clients of 41 and 19 images with batches of 8: seven steps are one and a half and three and a half passes."""
-    recipe = tiny(
-        **AVERAGED,
-        data={"name": "digits", "train_limit": 60, "test_limit": 20},
-        partition={"name": "iid", "clients": 2},
-        training={"local_epochs": 9, "local_steps": 7, "batch_size": 8},
-    )
+    recipe = tiny(**AVERAGED, training={"local_epochs": 9, "local_steps": 7, "batch_size": 8})
     federation = build_federation(recipe)
     federation = dataclasses.replace(federation, client_rows=[torch.arange(41), torch.arange(41, 60)])
     for k in (0, 1):
@@ -139,29 +134,20 @@ def test_equal_steps_whatever_the_number_of_images(tiny):
     local = LocalRound(server, Message(), 0, recipe.seed, recipe.objective, recipe.augmentation)
     train_before_rounds(local, recipe.training, epochs=3)
     assert local.logged()["flops"] == pytest.approx(3 * 2 * cost.flops)
-
-
-def test_equal_steps_go_through_the_images_in_new_orders():
-    """Ten images in batches of four: a pass has two batches, of eight different images; the other two are left out."""
-    batches = list(round_batches(10, 4, 1, 5, torch.Generator().manual_seed(0)))
-    generator = torch.Generator().manual_seed(0)
-    expected = [batch for _ in range(3) for batch in epoch_batches(10, 4, generator)][:5]
-    assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in expected]
-    assert len(set(torch.cat(batches[:2]).tolist())) == len(set(torch.cat(batches[2:4]).tolist())) == 8
-    assert batches[0].tolist() != batches[2].tolist()
-    fewer = list(round_batches(10, 4, 1, 1, torch.Generator().manual_seed(0)))
-    assert [batch.tolist() for batch in fewer] == [expected[0].tolist()]
-
-
-def test_too_few_images_for_a_batch_are_refused(tiny):
-    """An empty batch would train on nothing and end in a loss of nan."""
-    assert epoch_batches(3, 4, torch.Generator()) == []
-    recipe = tiny(training={"local_steps": 3, "batch_size": 8})
-    client = build_federation(recipe).client(0, Message())
+    # an empty batch would train on nothing and end in a loss of nan
     client = dataclasses.replace(client, images=client.images[:7], labels=client.labels[:7])
     local = LocalRound(client, Message(), 1, recipe.seed, recipe.objective, recipe.augmentation)
     with pytest.raises(UserError, match=r"7 images, fewer than training\.batch_size 8"):
         train_locally(local, recipe.training, [], rounds=1)
+
+
+def test_equal_steps_go_through_the_images_in_new_orders():
+    """Ten images in batches of four: a pass has two batches; the other two images are left out."""
+    found = [list(round_batches(10, 4, 1, steps, torch.Generator().manual_seed(0))) for steps in (5, 1)]
+    generator = torch.Generator().manual_seed(0)
+    expected = [batch.tolist() for _ in range(3) for batch in epoch_batches(10, 4, generator)]
+    assert [[batch.tolist() for batch in batches] for batches in found] == [expected[:5], expected[:1]]
+    assert expected[0] != expected[2]
 
 
 class Explodes(Regularizer):
@@ -196,23 +182,21 @@ def test_a_diverged_client_is_named_with_its_first_such_step(epochs, step, fails
 @pytest.mark.parametrize(("name", "architecture"), [("fedx", "small_vit"), ("byol", "small_convnet")])
 def test_views_pass_through_a_network_in_one_call_if_asked(name, architecture, tiny):
     """Without BatchNorm, as in FedX's networks with a transformer, nothing else changes."""
-    losses, calls, batches = [], [], []
+    losses, sizes = [], []
+    objective = {"name": name} | ({} if name == "fedx" else {"hidden_features": 16, "output_features": 8})
     for join in (False, True):
         training = {"local_epochs": 1, "batch_size": 8, "join_views": join}
-        objective = {"name": name} | ({} if name == "fedx" else {"hidden_features": 16, "output_features": 8})
         recipe = tiny(**AVERAGED, architectures=[architecture], objective=objective, training=training)
         client = build_federation(recipe).client(0, Message())
         seen: list[int] = []
-        for networks in (client.model.online, client.model.target):
-            for network in networks.values():
-                network.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(len(inputs[0])))
+        for network in (*client.model.online.values(), *client.model.target.values()):
+            network.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(len(inputs[0])))
         local = LocalRound(client, Message(), 1, 0, recipe.objective, recipe.augmentation)
         train_locally(local, recipe.training, [], rounds=1, most_steps=2)
         losses.append(local.logged()["loss"])
-        calls.append(len(seen))
-        batches.append(set(seen))
-    assert calls[1] == calls[0] / 2
-    assert batches == [{8}, {16}]
+        sizes.append(seen)
+    assert len(sizes[1]) == len(sizes[0]) / 2
+    assert [set(seen) for seen in sizes] == [{8}, {16}]
     if name == "fedx":
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     else:
@@ -223,17 +207,14 @@ def test_views_pass_through_a_network_in_one_call_if_asked(name, architecture, t
 
 #: cos^2(pi (r - 1) / 8), r the round: full at first, half in the middle, and not yet 0 in the last
 COSINE_OF_FOUR_ROUNDS = [RATE, RATE * (2 + math.sqrt(2)) / 4, RATE / 2, RATE * (2 - math.sqrt(2)) / 4]
+COSINE = {"local_epochs": 1, "batch_size": 8, "learning_rate": RATE, "learning_rate_schedule": "cosine"}
 SETTINGS: dict[str, Any] = AVERAGED | {
     "rounds": 4,
     "objective": {"name": "simsiam", "output_features": 8, "bottleneck_features": 4},
     "data": {"name": "digits", "train_limit": 48, "test_limit": 20, "public_holdout": 16},
     "partition": {"name": "iid", "clients": 2},
+    "training": COSINE,
 }
-
-
-def training(**changes: Any) -> dict[str, Any]:
-    options = {"local_epochs": 1, "batch_size": 8, "learning_rate": RATE, "learning_rate_schedule": "cosine"}
-    return options | changes
 
 
 @pytest.fixture
@@ -257,36 +238,122 @@ def rates(monkeypatch) -> Iterator[dict[int, set[float]]]:
     handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "schedule", "expected"),
-    [
-        ("sgd", "cosine", COSINE_OF_FOUR_ROUNDS),
-        ("adamw", "cosine", COSINE_OF_FOUR_ROUNDS),
-        ("adam", "constant", [RATE] * 4),
-    ],
-)
-def test_a_round_has_the_rate_of_its_number(optimizer, schedule, expected, tiny, rates):
-    options = training(optimizer=optimizer, learning_rate_schedule=schedule)
-    train_rounds(build_federation(tiny(**SETTINGS, training=options)), rounds=4)
-    assert {number: list(rate) for number, rate in rates.items()} == {
-        number: pytest.approx([rate], rel=1e-12) for number, rate in enumerate(expected, start=1)
-    }
-
-
-def test_the_round_counts_and_not_how_often_a_client_took_part(tiny, tmp_path, rates):
-    recipe = tiny(**SETTINGS, clients_per_round=1, training=training())
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_round_counts_and_not_how_often_a_client_took_part(optimizer, tiny, tmp_path, rates):
+    """One of two clients a round: all groups of the optimiser have the rate of the round's number."""
+    recipe = tiny(**SETTINGS | {"training": COSINE | {"optimizer": optimizer}}, clients_per_round=1)
     run(recipe, tmp_path / "run")
     federation = build_federation(recipe)
     assert len({tuple(federation.sampled_clients(number)) for number in (1, 2, 3, 4)}) == 2
-    assert [next(iter(rates[number])) for number in (1, 2, 3, 4)] == pytest.approx(COSINE_OF_FOUR_ROUNDS)
+    assert all(len(rates[number]) == 1 for number in (1, 2, 3, 4))
+    assert [next(iter(rates[number])) for number in (1, 2, 3, 4)] == pytest.approx(COSINE_OF_FOUR_ROUNDS, rel=1e-12)
 
 
-def test_what_the_server_trains_before_the_rounds_has_the_full_rate(tiny, rates):
+def test_a_constant_rate_and_that_of_what_the_server_trains_before_the_rounds_is_the_full_one(tiny, rates):
     simclr = {"name": "simclr", "hidden_features": 16, "output_features": 8}
     aggregators = ["weighted_mean", {"name": "base_model", "epochs": 1}]
-    recipe = tiny(**SETTINGS | {"objective": simclr, "aggregators": aggregators}, training=training())
+    recipe = tiny(**SETTINGS | {"objective": simclr, "aggregators": aggregators})
     build_federation(recipe).method.initial_state()
     assert rates == {-1: {RATE}}
+    constant = {"training": COSINE | {"learning_rate_schedule": "constant"}}
+    train_rounds(build_federation(tiny(**SETTINGS | constant)), rounds=2)
+    assert rates == {-1: {RATE}, 1: {RATE}, 2: {RATE}}
+
+
+# What a round begins with and what it gives away: its target, its previous model, its answer
+
+BYOL_OF_EIGHT = {"name": "byol", "hidden_features": 16, "output_features": 8}
+MOCO_V3 = BYOL_OF_EIGHT | {"name": "moco_v3"}
+KEPT_TARGET = MOCO_V3 | {"fresh_target_each_round": False}
+State = dict[str, Tensor]
+
+
+def small_federation(tiny: Any, **changes: Any) -> Federation:
+    return build_federation(tiny(**AVERAGED | SMALL | {"objective": BYOL_OF_EIGHT} | changes))
+
+
+def copied(state: State) -> State:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def target_as_online(state: State) -> State:
+    """The target network's entries, under the names that they have in the online one."""
+    return {"online." + name[7:]: tensor for name, tensor in state.items() if name.startswith("target.")}
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture
+def at_first_step(monkeypatch) -> list[State]:
+    """The model's state when each client begins to train."""
+    states: list[State] = []
+    real = RepresentationAlignment.start_round
+
+    def start_round(part, local):
+        states.append(copied(local.client.model.state_dict()))
+        states[-1] |= {"previous." + name: tensor.clone() for name, tensor in local.previous.items()}
+        return real(part, local)
+
+    monkeypatch.setattr(RepresentationAlignment, "start_round", start_round)
+    return states
+
+
+def first_and_second_round(federation: Federation) -> tuple[Client, State, Message]:
+    """Client 0 trains in rounds 1 and 2: the client, its state between them, and what it receives in round 2."""
+    method = federation.method
+    server = method.initial_state()
+    client = federation.client(0, Message())
+    assert not same(client.model.online_state(), server.tensors)  # a client does not start from the server's numbers
+    reply = method.client_round(client, method.broadcast(server, [0], 1)[0], 1)
+    between = copied(client.model.state_dict())
+    # as if others had moved the mean
+    server = method.aggregate(server, {0: reply}, 1)
+    server.tensors = {n: t + 0.01 if t.is_floating_point() else t for n, t in server.tensors.items()}
+    received = method.broadcast(server, [0], 2)[0]
+    method.client_round(client, received, 2)
+    return client, between, received
+
+
+@pytest.mark.parametrize(("objective", "fresh"), [(BYOL_OF_EIGHT, False), (MOCO_V3, True), (KEPT_TARGET, False)])
+def test_a_target_starts_as_the_first_online_network_and_goes_on_unless_it_is_fresh(
+    objective, fresh, tiny, at_first_step
+):
+    federation = small_federation(tiny, objective=objective, regularizers=["representation_alignment"])
+    _, between, received = first_and_second_round(federation)
+    first, second = at_first_step
+    server = federation.method.initial_state().tensors
+    assert same(target_as_online(first), {name: server[name] for name in target_as_online(first)})
+    expected = received.tensors if fresh else target_as_online(between)
+    assert same(target_as_online(second), {name: expected[name] for name in target_as_online(second)})
+
+
+def test_the_previous_model_is_the_one_before_the_weights_arrived(tiny, at_first_step):
+    federation = small_federation(tiny, regularizers=["representation_alignment"])
+    own = federation.client(0, Message()).model.online_state()
+    _, between, received = first_and_second_round(federation)
+    for state, before in zip(at_first_step, (own, between), strict=True):
+        previous = {name[9:]: tensor for name, tensor in state.items() if name.startswith("previous.")}
+        assert same(previous, {name: tensor for name, tensor in before.items() if name.startswith("online.")})
+    assert not same(previous, received.tensors)
+
+
+@pytest.mark.parametrize("aggregators", [["weighted_mean"], ["weighted_mean", "representation_mean"]])
+def test_an_answer_and_a_state_do_not_change_when_the_client_trains_on(aggregators, tiny):
+    federation = small_federation(tiny, aggregators=aggregators)
+    method = federation.method
+    server, client = method.initial_state(), federation.client(0, Message())
+    sent = method.broadcast(server, [0], 1)[0]
+    reply, state = method.client_round(client, sent, 1), federation.client_state(client, 1)
+    answered, given, kept = copied(reply.tensors), copied(sent.tensors), copied(state.tensors)
+    with torch.no_grad():
+        for tensor in client.model.state_dict().values():
+            tensor.zero_()
+    assert same(reply.tensors, answered)
+    assert same(state.tensors, kept)
+    assert same(sent.tensors, given)  # nor what the server sent, which all clients share
+    assert same(method.broadcast(server, [0], 1)[0].tensors, given)
 
 
 # Freed memory
@@ -313,9 +380,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_steps_find_their_memory_again(monkeypatch):
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
-
     found = []
-    for seed in "02":  # without the function both ask again and others do not: it depends on what the imports left
+    for seed in "02":  # without the function one of both asks again: it depends on what the imports left
         monkeypatch.setenv("PYTHONHASHSEED", seed)
         done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
         found.append(int(done.stdout))

@@ -13,8 +13,10 @@ from PIL import Image
 
 from fedssl.cli import app, main
 from fedssl.engines.in_process import run
+from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe, parse_recipe
 from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.engines.short_runs import SMALL
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -49,22 +51,17 @@ def test_every_link_to_a_file_has_one(page):
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
-def test_the_regularizer_of_the_docs_runs(tmp_path):
-    part = tmp_path / "variance.py"
-    part.write_text(block("class Variance"))
-    recipe = parse_recipe(tiny_values(**AVERAGED, regularizers=[{"name": str(part), "weight": 2.0}]))
-    rows = run(recipe, tmp_path / "run").read_metrics()
+def test_the_parts_of_the_docs_run(tmp_path):
+    for name in ("Variance", "Turned"):
+        (tmp_path / f"{name}.py").write_text(block(f"class {name}"))
+    own, turned = str(tmp_path / "Variance.py"), {"name": str(tmp_path / "Turned.py"), "brightness": 0.1}
+    values = AVERAGED | SMALL | {"regularizers": [{"name": own, "weight": 2.0}], "augmentation": turned}
+    rows = run(parse_recipe(tiny_values(**values)), tmp_path / "run").read_metrics()
     assert len([row for row in rows if row[2] == "deviation" and row[1] == "0"]) == 2
     total, loss = (next(v for _, who, m, v in rows if m == name and who == "0") for name in ("total_loss", "loss"))
     assert total > loss
-    with pytest.raises(Exception, match=r"regularizers.0.weigth: unknown key; did you mean weight\?"):
-        parse_recipe(tiny_values(regularizers=[{"name": str(part), "weigth": 2.0}]))
-
-
-def test_the_augmentation_of_the_docs_runs(tmp_path):
-    part = tmp_path / "turned.py"
-    part.write_text(block("class Turned"))
-    run(parse_recipe(tiny_values(**AVERAGED, augmentation={"name": str(part), "brightness": 0.1})), tmp_path / "run")
+    with pytest.raises(UserError, match=r"regularizers.0.weigth: unknown key; did you mean weight\?"):
+        parse_recipe(tiny_values(regularizers=[{"name": own, "weigth": 2.0}]))
 
 
 def test_the_operator_example_runs():

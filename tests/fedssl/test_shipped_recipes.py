@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from fedssl.engines.in_process import resume, run
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.recipe.overrides import recipe_names
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
-from fedssl.run_folder.directory import RunDirectory
-from fedssl.training import STEP_COSTS
-from tests.fedssl.killed_runs import Killed, KilledIn, contents, killed_and_resumed
+from fedssl.run_folder.record import read_run
+from tests.fedssl.killed_runs import contents, killed_and_resumed
 from tests.fedssl.reports.figures import logged, predicted
 from tests.fedssl.rounds_in_memory import Rounds, train_rounds
 
@@ -42,8 +39,9 @@ SMALL = [
     "training={local_epochs: 1, batch_size: 8}",
     "evaluation={neighbors: 3, linear: {epochs: 1}}",
 ]
-#: methods whose clients or server remember something besides the models
+#: methods whose clients or server remember something besides the models, and other ways to compute steps
 REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl"]
+OTHER_STEPS = ["fedu2 training.precision=bfloat16 training.join_views=true", "fedu2 training.local_steps=3"]
 
 
 def small(name: str, *more: str) -> Recipe:
@@ -51,41 +49,22 @@ def small(name: str, *more: str) -> Recipe:
     return load_recipe(name, [*SMALL, f"partition={{name: iid, clients: {clients}}}", *PARTS.get(name, []), *more])
 
 
-def metrics(path: Path) -> dict[tuple[int, str, str], float]:
-    return {(number, who, metric): v for number, who, metric, v in RunDirectory.open(path).read_metrics()}
-
-
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_shipped_recipe_runs_two_rounds_that_send_and_take_what_was_foretold(name, finished):
     path = finished(small(name))
-    assert RunDirectory.open(path).checkpoint.finished
-    found = metrics(path)
-    assert all(math.isfinite(value) for value in found.values())
-    told = {metric for number, _, metric in found if number == 2}
+    run = read_run(path)
+    assert run.finished
+    assert all(map(math.isfinite, run.values.values()))
+    told = {metric for number, _, metric in run.values if number == 2}
     assert {"knn", "linear", "effective_rank"} <= told
     assert ("loss" in told) == (name != "scratch")  # which trains nothing
     assert predicted(small(name)) == logged(path)
 
 
-@pytest.mark.parametrize("name", REMEMBERING)
-def test_killed_and_resumed_it_ends_alike(name, finished, tmp_path):
-    assert contents(killed_and_resumed(small(name), tmp_path / "killed")) == contents(finished(small(name)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["training.precision=bfloat16", "training.join_views=true"], ["training.local_steps=3"]],
-    ids=" ".join,
-)
-def test_killed_and_resumed_it_ends_alike_however_steps_compute(options, tmp_path):
-    """The process that resumes has counted no step yet."""
-    recipe = small("fedu2", *options)
-    run(recipe, tmp_path / "whole")
-    with pytest.raises(Killed):
-        run(recipe, tmp_path / "killed", KilledIn(2))
-    STEP_COSTS.clear()
-    resume(tmp_path / "killed")
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+@pytest.mark.parametrize("words", [*REMEMBERING, *OTHER_STEPS])
+def test_killed_and_resumed_it_ends_alike(words, finished, tmp_path):
+    recipe = small(*words.split())
+    assert contents(killed_and_resumed(recipe, tmp_path / "killed")) == contents(finished(recipe))
 
 
 # What travels

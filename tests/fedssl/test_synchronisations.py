@@ -1,25 +1,31 @@
-"""A step must not wait for its device and dispatches few operations: no value is read, no shape depends on values."""
+"""A step does not wait for its device, dispatches few operations, and compiled ones give the references' results."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedkernels.internal import native
 from fedssl import training
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.recipe.recipe import Recipe
+from tests.fedssl import conftest
 from tests.fedssl.conftest import ALIGNED, AVERAGED
+from tests.fedssl.engines.short_runs import SMALL
+from tests.fedssl.rounds_in_memory import train_rounds
 
 #: operations for which the host waits for a GPU
 WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.masked_select", "aten.unique")
 TERMS = ["uniformity", "sliced_uniformity", "decorrelation", "relational_distillation", "global_distillation"]
+SIMCLR: dict[str, Any] = AVERAGED | {"objective": {"name": "simclr", "hidden_features": 32, "output_features": 16}}
 METHODS: dict[str, dict[str, Any]] = {
     "fedbyol": AVERAGED,
-    **{term: AVERAGED | {"regularizers": [{"name": term}]} for term in [*TERMS, "proximal"]},
-    "fedsimclr": AVERAGED | {"objective": {"name": "simclr", "hidden_features": 32, "output_features": 16}},
+    "terms": AVERAGED | {"regularizers": [*TERMS, "proximal"]},
+    "fedsimclr": SIMCLR,
     "fedmoco_v3": AVERAGED | {"objective": {"name": "moco_v3", "hidden_features": 32, "output_features": 16}},
     "hetero_ssfl": ALIGNED,
 }
@@ -79,3 +85,49 @@ def test_a_step_dispatches_few_operations(options, most, tiny):
         training.STEP_COSTS.clear()
         counts.append(len(operations_of_round(recipe, steps).names))
     assert counts[1] - counts[0] <= most
+
+
+# The compiled operators give the results of their references, but for rounding
+
+USED = {
+    "hetero_ssfl": {"linear_cka_to_kernel"},
+    "fedu2": {"unbalanced_ot", "delta_gram", "client_weights", "apply_deltas"},
+    "lw_fedssl": {"info_nce"},
+    "simclr": {"nt_xent"},
+}
+#: by the second round their training has multiplied rounding, and the transport solver's gap, by a thousand
+SENSITIVE = ("fedu2", "lw_fedssl", "simclr")
+
+
+@pytest.mark.skipif(native.module is None, reason="fedkernels is not compiled here")
+@pytest.mark.parametrize("kind", USED)
+def test_the_results_are_those_of_the_references(kind, tiny, monkeypatch):
+    used, real = set(), native.operator
+    compiled_ones = {"two_views", *USED[kind]}
+
+    def operator(name, *tensors):
+        found = real(name, *tensors) if name in compiled_ones else None
+        if found is not None:
+            used.add(name)
+        return found
+
+    monkeypatch.setattr(native, "operator", operator)
+    # SGD, for Adam's first steps go by a gradient's sign, also where it is nothing but rounding
+    training = {"local_epochs": 1, "batch_size": 8, "optimizer": "sgd", "learning_rate": 0.001}
+    recipe = tiny(**(conftest.METHODS | {"simclr": SIMCLR})[kind] | SMALL | {"training": training})
+    rounds = 1 if kind in SENSITIVE else 2
+    compiled = train_rounds(build_federation(recipe), rounds)
+    assert used == {"two_views", *USED[kind]}
+    used.clear()
+    # The same views for both: BatchNorm over 8 tiny images multiplies what rounding makes of them.
+    compiled_ones.intersection_update({"two_views"})
+    references = train_rounds(build_federation(recipe), rounds)
+    assert used == {"two_views"}
+
+    for number in range(1, rounds + 1):
+        for k, reply in compiled.replies[number].items():
+            losses = {name: value for name, value in reply.metrics.items() if "loss" in name}
+            expected = {name: references.replies[number][k].metrics[name] for name in losses}
+            assert losses == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    if kind not in SENSITIVE:
+        torch.testing.assert_close(compiled.server.tensors, references.server.tensors, rtol=1e-3, atol=1e-4)

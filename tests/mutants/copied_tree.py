@@ -2,6 +2,7 @@
 
 import filecmp
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,3 +48,25 @@ def build(limit: float) -> str | None:
     done = run("setup.py", "build_ext", "--inplace", limit=limit, **BUILD)
     compiled = (COPY / "fedkernels" / "_C.abi3.so").exists() and not (COPY / "fedkernels" / "_C.missing").exists()
     return None if done.returncode == 0 and compiled else done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def found_by(file: str, changed: str, asked: list[list[str]], limit: float, compiled: bool = False) -> str:
+    """Which test finds that the copy's file has the changed text, of those that are asked in turn; or "survived"."""
+    path = COPY / file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(changed, encoding="utf-8")
+    try:
+        if compiled and (error := build(limit)):
+            raise SystemExit(f"{file} does not compile:\n{error}")
+        for tests in asked:
+            done = run("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *tests, limit=limit)
+            if done.returncode == 4:
+                raise SystemExit(f"pytest could not run {' '.join(tests)}:\n{done.stderr}")
+            if done.returncode not in (0, 5):  # 5: all are left out
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+                return failed[1].removeprefix("tests/") if failed else "the tests end early"
+    except subprocess.TimeoutExpired:
+        return f"the time limit of {limit} seconds"
+    finally:
+        path.write_text(text, encoding="utf-8")
+    return "survived"

@@ -11,20 +11,22 @@ import argparse
 import hashlib
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutants.copied_tree import COPY, ROOT, build, copy_sources, run
+from tests.mutants.copied_tree import COPY, ROOT, copy_sources, found_by
 
 RESULTS = Path(__file__).with_name("kernels.json")
 MARK = re.compile(r"^ *// fault: (.+?) ->(?: (.+))?$")
 TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver endless, and then it is found
 # A source whose tests do not have its name: those that find its faults.
 TESTS = {
+    "_transport_interior_point": "unbalanced_ot_stiff",
+    "_transport_problem": "unbalanced_ot",
     "add_products": "cka_sums",
     "all_logits": "contrastive",
     "apply_deltas": "deltas",
+    "clip_loss": "contrastive",
     "delta_gram": "deltas",
     "hsic_pairwise": "cka_sums",
     "info_nce": "contrastive",
@@ -34,6 +36,7 @@ TESTS = {
     "nt_xent": "contrastive",
     "sigmoid_loss": "contrastive",
     "similarity_logsumexp": "contrastive",
+    "supervised_contrastive_loss": "contrastive",
     "unbalanced_ot_interior_point": "unbalanced_ot_stiff",
     "view_parameters": "two_views",
 }
@@ -75,25 +78,8 @@ def planted(fault: Fault, text: str) -> str:
 
 def measure(fault: Fault) -> str:
     """The test that finds the fault, or "survived"."""
-    path = COPY / fault.file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(planted(fault, text), encoding="utf-8")
-    try:
-        if error := build(TIME_LIMIT):
-            raise SystemExit(f"{fault.name} does not compile:\n{error}")
-        done = run("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.tests, limit=TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        return f"the time limit of {TIME_LIMIT} seconds"
-    finally:
-        path.write_text(text, encoding="utf-8")
-    if done.returncode == 0:
-        return "survived"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    if done.returncode == 1 and failed:
-        return failed[1].removeprefix("tests/")
-    if done.returncode < 0:
-        return "a crash"
-    raise SystemExit(f"pytest could not run the tests of {fault.name}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    text = (COPY / fault.file).read_text(encoding="utf-8")
+    return found_by(fault.file, planted(fault, text), [[fault.tests]], TIME_LIMIT, compiled=True)
 
 
 def main() -> None:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
-import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +22,8 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
-from tests.mutants.copied_tree import COPY, ROOT, copy_sources, run
+from tests.mutants.copied_tree import COPY, ROOT, copy_sources, found_by
+from tests.mutants.kernels import TESTS
 
 RESULTS = Path(__file__).with_name("python_sources.json")
 SOURCES = (
@@ -88,9 +87,10 @@ def sample_of(files: Iterable[str], size: int, seed: int) -> list[Change]:
 
 def tests_of(file: str) -> list[list[str]]:
     """The tests that may find a change of the file, in the order in which to ask them."""
-    path = Path("tests") / file
+    path = Path("tests") / file.replace("/reference/", "/")  # an operator's tests are those of its reference
     folder = path.parent
-    mirrored = folder / f"test_{path.stem}.py"
+    stem = TESTS.get(path.stem, path.stem) if folder == Path("tests/fedkernels") else path.stem
+    mirrored = folder / f"test_{stem}.py"
     module = file.removesuffix(".py").replace("/", ".")
     naming = [
         str(test.relative_to(ROOT))
@@ -109,25 +109,11 @@ def tests_of(file: str) -> list[list[str]]:
 
 def outcome(change: Change, asked: list[list[str]]) -> str:
     """The test that finds the change, or "survived"."""
-    path = COPY / change.file
-    text = path.read_text(encoding="utf-8")
+    text = (COPY / change.file).read_text(encoding="utf-8")
     changed = mutate_code(text, get_operator(change.operator)(), change.occurrence)
     if changed in (None, text):
         raise SystemExit(f"{change} changes nothing")
-    path.write_text(changed, encoding="utf-8")
-    try:
-        for tests in asked:
-            done = run(
-                "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *tests, limit=TIME_LIMIT
-            )
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-            if done.returncode not in (0, 5):
-                return failed[1] if failed else "the tests end early"
-    except subprocess.TimeoutExpired:
-        return f"the time limit of {TIME_LIMIT} seconds"
-    finally:
-        path.write_text(text, encoding="utf-8")
-    return "survived"
+    return found_by(change.file, changed, asked, TIME_LIMIT)
 
 
 def shown(change: Change) -> str:
@@ -165,9 +151,7 @@ def main() -> None:
                 RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         if kept.get(key) == "survived":
             print(shown(change))
-    outcomes = [
-        kept[key] for change in changes if (key := f"{change.file} {change.operator} {change.occurrence}") in kept
-    ]
+    outcomes = [kept[name_of(change)] for change in changes if name_of(change) in kept]
     print(f"{len(outcomes)} of {len(changes)} changes tried, {outcomes.count('survived')} survived")
 
 

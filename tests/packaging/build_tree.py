@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Each writes its arguments to calls.txt, the object, and the headers that the source includes as compilers do by -MMD.
 COMPILER = """#!{python} -IS
-import os, pathlib, re, sys
-arguments, name = sys.argv[1:], pathlib.Path(sys.argv[0]).name
+import os, re, sys
+arguments, name = sys.argv[1:], os.path.basename(sys.argv[0])
 if "--version" in arguments:
     print(name, os.environ.get("VERSION_OF_COMPILERS", "1"))
     sys.exit()
@@ -23,34 +22,36 @@ if arguments[0].startswith("-print-file-name="):
     print("/lib/" + arguments[0].partition("=")[2])
     sys.exit()
 if "--dryrun" in arguments:
-    print("#$ TOP={toolkit}", file=sys.stderr)
+    print("#$ TOP=" + os.path.dirname(os.path.dirname(sys.argv[0])), file=sys.stderr)
     sys.exit()
-output = pathlib.Path(arguments[arguments.index("-o") + 1])
-source = pathlib.Path(arguments[arguments.index("-c") + 1]) if "-c" in arguments else None
+output = arguments[arguments.index("-o") + 1]
+source = arguments[arguments.index("-c") + 1] if "-c" in arguments else None
 with open("{calls}", "a") as calls:
-    print(name, "linked" if source is None else f"{{output.parent.name}}/{{source.name}}", file=calls)
-broken = os.environ.get("BROKEN_SOURCE")
-if source is not None and broken == source.as_posix():
+    folder = os.path.basename(os.path.dirname(output))
+    print(name, f"{{folder}}/{{os.path.basename(source)}}" if source else "linked", file=calls)
+if source and os.environ.get("BROKEN_SOURCE") == source:
     print("some remark", file=sys.stderr)
     print(f"{{source}}(1): error: pretended", file=sys.stderr)
     sys.exit(1)
-if source is not None and os.environ.get("WARNING_IN_SOURCE") == source.as_posix():
+if source and os.environ.get("WARNING_IN_SOURCE") == source:
     strict = "-Werror" in arguments
     print(f"{{source}}(1): {{'error' if strict else 'warning'}}: pretended", file=sys.stderr)
     if strict:
         sys.exit(1)
-output.write_text(repr(arguments))
-if source is not None:
+with open(output, "w") as file:
+    file.write(repr(arguments))
+if source:
     headers, left = set(), [source]
     while left:
         path = left.pop()
-        for name in re.findall(r'#include "(.+)"', path.read_text()):
-            header = pathlib.Path("csrc") / name
+        for name in re.findall(r'#include "(.+)"', open(path).read()):
+            beside = os.path.normpath(os.path.join(os.path.dirname(path), name))
+            header = beside if os.path.exists(beside) else f"csrc/{{name}}"
             if header not in headers:
                 headers.add(header)
                 left.append(header)
-    depfile = arguments[arguments.index("-MF") + 1]
-    pathlib.Path(depfile).write_text(f"{{output}}: {{source}} {{' '.join(map(str, sorted(headers)))}}\\n")
+    with open(arguments[arguments.index("-MF") + 1], "w") as file:
+        file.write(f"{{output}}: {{source}} {{' '.join(sorted(headers))}}\\n")
 """
 
 SOURCES = {
@@ -67,6 +68,12 @@ SOURCES = {
 }
 
 
+def write_compiler(path: Path, calls: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(COMPILER.format(python=sys.executable, calls=calls), encoding="utf-8")
+    path.chmod(0o755)
+
+
 class BuildTree:
     def __init__(self, folder: Path) -> None:
         self.folder, self.printed = folder, ""
@@ -80,11 +87,8 @@ class BuildTree:
         self.make_torch()
         toolkit = self.folder / "toolkit"
         self.write("toolkit/lib64/libcudart_static.a", "")
-        text = COMPILER.format(python=sys.executable, calls=self.folder / "calls.txt", toolkit=toolkit)
         for name in ("cxx", "nvcc"):
-            self.write(f"toolkit/bin/{name}", text)
-            path = toolkit / "bin" / name
-            path.chmod(path.stat().st_mode | stat.S_IXUSR)
+            write_compiler(toolkit / "bin" / name, self.folder / "calls.txt")
 
     def make_torch(self, version: str = "2.15.0", folder: str = "site") -> None:
         """A torch that has the headers which setup.py looks for."""

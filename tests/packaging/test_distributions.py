@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 import fedkernels
 from distributions import build
+from tests.packaging.build_tree import write_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 # The extras of those who change the packages; the others are their users'.
@@ -72,53 +73,30 @@ def pyproject(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-# In place of the C++ compiler: it reads each file with all that it includes, which takes a tenth of compiling it, and
-# writes an empty module. That the files compile, the installation has shown.
-READING_COMPILER = """#!/bin/sh
-case " $* " in
-    *" -shared "*) for module; do :; done; : >"$module" ;;
-    *) exec {compiler} "$@" -E ;;
-esac
-"""
-
-
-def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    env = os.environ | variables
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     """The sdist of a copy of the sources, and the wheel of that sdist: no build output lands in the tree."""
     folder = tmp_path_factory.mktemp("packaging")
     copy = folder / "copy"
     copy.mkdir()
-    for name in (
-        "pyproject.toml",
-        "setup.py",
-        "MANIFEST.in",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-    ):
+    of_root = "pyproject.toml setup.py MANIFEST.in README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile"
+    for name in of_root.split():
         shutil.copy(ROOT / name, copy)
-    shutil.copy(ROOT / "Makefile", copy)
     for name in ("fedkernels", "fedssl", "csrc", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=build.NOT_SOURCES)
     sdist = read_sdist(build._call_setuptools("build_sdist", copy, folder, folder / "made"))
 
-    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index")
-    compiler, module = shutil.which("g++") or shutil.which("clang++"), "fedkernels/_C.missing"
+    # That the files compile, the installation has shown: a compiler that only pretends looks for all that they include.
+    compiler, module = folder / "compiler", "fedkernels/_C.abi3.so"
+    write_compiler(compiler, folder / "calls.txt")
+    if not (Path(torch.__file__).parent / "include/torch/csrc/stable/library.h").is_file():
+        module = "fedkernels/_C.missing"
     variables = {"FEDKERNELS_CUDA": "0", "FEDKERNELS_CPU_INSTRUCTION_SETS": "baseline"}
-    if compiler and (Path(torch.__file__).parent / "include/torch/csrc/stable/library.h").is_file():
-        reading, module = folder / "reading_compiler", "fedkernels/_C.abi3.so"
-        reading.write_text(READING_COMPILER.format(compiler=compiler))
-        reading.chmod(0o755)
-        variables |= {"CC": str(reading), "CXX": str(reading)}
-    run(*pip, "--wheel-dir", folder, build._unpack(sdist.path, folder / "unpacked"), cwd=folder, **variables)
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index")
+    command = [*pip, "--wheel-dir", folder, build._unpack(sdist.path, folder / "unpacked")]
+    environment = os.environ | variables | {"CC": str(compiler), "CXX": str(compiler)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     (archive,) = folder.glob("*.whl")
     with zipfile.ZipFile(archive) as wheel:
         return Both(sdist.files, set(wheel.namelist()), contents(archive)[1], module)

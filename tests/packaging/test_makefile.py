@@ -39,13 +39,6 @@ def make(
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
-def test_make_without_a_target_shows_the_help(tmp_path: Path) -> None:
-    done = make(tmp_path)
-    assert done.returncode == 0
-    assert all(f"make {target}" in done.stdout for target in ("demo", "test", "lint", "wheels", "clean"))
-    assert not (tmp_path / "venv").exists()
-
-
 @pytest.mark.parametrize("version", ["2.7", "3.9", "3.14", ""])
 def test_make_refuses_other_pythons_in_one_line(tmp_path: Path, version: str) -> None:
     done = make(tmp_path, "test", version=version)

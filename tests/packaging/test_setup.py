@@ -4,12 +4,14 @@ import importlib.util
 import os
 import platform
 import re
+import runpy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.packaging.build_tree import BuildTree
+from tests.packaging.build_tree import ROOT, BuildTree
 
 pytestmark = pytest.mark.skipif(
     platform.system() != "Linux" or platform.machine() != "x86_64", reason="the instruction sets are those of x86-64"
@@ -23,6 +25,7 @@ CUDA = ["nvcc cuda/one.cu", "nvcc cuda/two.cu"]
 LINK = ["cxx linked"]
 MODULE = "fedkernels/_C.abi3.so"
 LINKER = "import pathlib, sys\npathlib.Path(sys.argv[sys.argv.index('-o') + 1]).write_text(repr(sys.argv))\n"
+OF_CUDA = "cuda/", "one_cuda", "libcudart_static"  # in the arguments of a link
 EVERYTHING = sorted([*ONE, *TWO, *OPERATORS, "cxx ops/one_cuda.cpp", *CUDA, *LINK])
 
 
@@ -36,6 +39,9 @@ def complete_build(tmp_path_factory: pytest.TempPathFactory) -> tuple[BuildTree,
     """A tree that is built, and a copy of it."""
     tree, copy = BuildTree(tmp_path_factory.mktemp("built")), tmp_path_factory.mktemp("copies") / "copy"
     assert tree.build() == EVERYTHING
+    # With the hidden static runtime of CUDA.
+    wanted = "lib64/libcudart_static.a", "-Wl,--version-script=csrc/exports.map", "-Wl,--no-as-needed"
+    assert [text for text in wanted if text not in module(tree)] == []
     return tree, shutil.copytree(tree.folder, copy)
 
 
@@ -61,19 +67,16 @@ def object_of(tree: BuildTree, name: str) -> str:
     return path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("changed", "compiled"),
-    [
-        ("csrc/cpu/one.cpp", ONE),
-        ("csrc/ops/one.cpp", ["cxx ops/one.cpp"]),
-        ("csrc/cuda/two.cu", ["nvcc cuda/two.cu"]),
-        ("csrc/cpu/kernel.h", [*ONE, "cxx ops/one.cpp"]),
-        ("csrc/cuda/launch.h", ["cxx ops/one.cpp", "cxx ops/one_cuda.cpp", "nvcc cuda/one.cu"]),
-    ],
-)
-def test_a_changed_file_compiles_what_includes_it(built: BuildTree, changed: str, compiled: list[str]) -> None:
-    built.touch(changed)
-    assert built.build() == sorted([*compiled, *LINK])
+def test_a_changed_file_compiles_what_includes_it(built: BuildTree) -> None:
+    for changed, compiled in {
+        "csrc/cpu/one.cpp": ONE,
+        "csrc/ops/one.cpp": ["cxx ops/one.cpp"],
+        "csrc/cuda/two.cu": ["nvcc cuda/two.cu"],
+        "csrc/cpu/kernel.h": [*ONE, "cxx ops/one.cpp"],
+        "csrc/cuda/launch.h": ["cxx ops/one.cpp", "cxx ops/one_cuda.cpp", "nvcc cuda/one.cu"],
+    }.items():
+        built.touch(changed)
+        assert built.build() == sorted([*compiled, *LINK]), changed
     before = (built.folder / MODULE).stat().st_mtime_ns
     assert built.build() == []
     assert (built.folder / MODULE).stat().st_mtime_ns == before
@@ -98,13 +101,13 @@ def test_a_flag_compiles_what_it_concerns(built: BuildTree) -> None:
     assert built.build() == ["cxx avx2/one.cpp", "cxx avx2/two.cpp", *LINK]
 
 
-@pytest.mark.parametrize("newer", [True, False])
-def test_another_version_of_torch_compiles_the_operators(built: BuildTree, newer: bool) -> None:
+def test_another_version_of_torch_compiles_the_operators(built: BuildTree) -> None:
     """Also where an installer gives the files of the new version times before the build."""
-    built.make_torch("2.16.0" if newer else "2.14.0")
-    for path in (built.folder / "site").rglob("*.*"):
-        os.utime(path, (1, 1))
-    assert built.build() == ["cxx linked", *OPERATORS, "cxx ops/one_cuda.cpp"]
+    for version in ("2.16.0", "2.14.0"):
+        built.make_torch(version)
+        for path in (built.folder / "site").rglob("*.*"):
+            os.utime(path, (1, 1))
+        assert built.build() == ["cxx linked", *OPERATORS, "cxx ops/one_cuda.cpp"]
 
 
 @pytest.mark.parametrize(("options", "version"), [(["--force"], "1"), ([], "2")])
@@ -133,45 +136,53 @@ def test_an_isolated_build_uses_the_same_objects(built: BuildTree, tmp_path: Pat
     assert built.build() == []
 
 
+def cuda_compiler(tree: BuildTree, monkeypatch: pytest.MonkeyPatch, given: str, known: str = "") -> Any:
+    """What the builds of this tree use with FEDKERNELS_CUDA_ARCHITECTURES as given and an nvcc that knows these."""
+    monkeypatch.setenv("CUDA_HOME", str(tree.folder / "toolkit"))
+    monkeypatch.setenv("PATH", str(tree.folder / "toolkit/bin"), prepend=os.pathsep)
+    monkeypatch.setenv("FEDKERNELS_CUDA_ARCHITECTURES", given)
+    if known:
+        monkeypatch.setenv("ARCHITECTURES_OF_NVCC", known)
+    return runpy.run_path(str(ROOT / "csrc/cuda_compiler.py"))["find_cuda_compiler"]()
+
+
 @pytest.mark.parametrize(
     ("known", "given", "compiled", "left_out"),
     [
         ("sm_70 sm_80 sm_86 sm_89 sm_90", "", "sm_80 sm_86 sm_89 sm_90 compute_90", "sm_100 sm_120"),
         ("", "9.0", "sm_90 compute_90", "sm_80 sm_86 sm_89 sm_100 sm_120"),
-        (
-            "",
-            "90a 80",
-            "sm_80 sm_90a compute_80",
-            "sm_86 sm_89 sm_90 sm_100 sm_120",
-        ),  # PTX of 90a would run on that architecture alone
-        ("", "90a", "sm_90a", "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),
+        ("", "90a", "sm_90a", "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"),  # its PTX would run there alone
         ("", "12.0 9.0;8.6", "sm_86 sm_90 sm_120 compute_120", "sm_80 sm_89 sm_100"),
     ],
 )
-def test_architectures_compile_cuda_again_and_what_is_left_out_is_told(
-    built: BuildTree, known: str, given: str, compiled: str, left_out: str
+def test_architectures_are_those_that_nvcc_knows_or_that_are_given(
+    tree: BuildTree, monkeypatch: pytest.MonkeyPatch, known: str, given: str, compiled: str, left_out: str
 ) -> None:
-    """An nvcc compiles for what it knows, or for what is asked for, and with PTX for all later GPUs."""
-    environment = {"ARCHITECTURES_OF_NVCC": known} if known else {"FEDKERNELS_CUDA_ARCHITECTURES": given}
-    assert built.build(**environment) == ["cxx linked", "cxx ops/module.cpp", *CUDA]
-    assert f"CUDA kernels for {compiled}; left out: {left_out.replace(' ', ', ')}\n" in built.printed
+    """With PTX for all later GPUs."""
+    compiler = cuda_compiler(tree, monkeypatch, given, known)
+    assert (compiler.targets, " ".join(compiler.left_out)) == (compiled, left_out)
+    command = " ".join(compiler.command(Path("x.cu"), Path("x.o")))
+    assert re.findall(r",code=(\w+)", command) == compiled.split()
+
+
+def test_other_architectures_compile_cuda_again_and_what_is_left_out_is_told(built: BuildTree) -> None:
+    assert built.build(FEDKERNELS_CUDA_ARCHITECTURES="90a 80") == ["cxx linked", "cxx ops/module.cpp", *CUDA]
+    left_out = "sm_86 sm_89 sm_90 sm_100 sm_120"
+    assert f"CUDA kernels for sm_80 sm_90a compute_80; left out: {left_out.replace(' ', ', ')}\n" in built.printed
     assert f'-DFEDKERNELS_LEFT_OUT="{left_out}"' in object_of(built, "ops/module.o")
-    assert re.findall(r",code=(\w+)", object_of(built, "cuda/one.o")) == compiled.split()
+    assert re.findall(r",code=(\w+)", object_of(built, "cuda/one.o")) == ["sm_80", "sm_90a", "compute_80"]
     built.build()
     assert "sm_100 sm_120 compute_120; left out: nothing\n" in built.printed
 
 
-def test_architectures_of_this_machine(built: BuildTree) -> None:
-    script = built.folder / "toolkit/bin/nvidia-smi"
-    built.write(
-        "toolkit/bin/nvidia-smi", "#!/bin/sh\n[ $1 = --query-gpu=compute_cap ] && printf '9.0\\n8.6\\n9.0\\n'\n"
-    )
+def test_architectures_of_this_machine(tree: BuildTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tree.folder / "toolkit/bin/nvidia-smi"
+    script.write_text("#!/bin/sh\n[ $1 = --query-gpu=compute_cap ] && printf '9.0\\n8.6\\n9.0\\n'\n")
     script.chmod(0o755)
-    built.build(FEDKERNELS_CUDA_ARCHITECTURES="native")
-    assert "CUDA kernels for sm_86 sm_90 compute_90; left out" in built.printed
-    built.write("toolkit/bin/nvidia-smi", "#!/bin/sh\necho no devices were found; exit 6\n")
-    built.build(fails=True, FEDKERNELS_CUDA_ARCHITECTURES="native")
-    assert "FEDKERNELS_CUDA_ARCHITECTURES=native needs a GPU that nvidia-smi shows, and there is none" in built.printed
+    assert cuda_compiler(tree, monkeypatch, "native").architectures == ["86", "90"]
+    script.write_text("#!/bin/sh\necho no devices were found; exit 6\n")
+    with pytest.raises(SystemExit, match="=native needs a GPU that nvidia-smi shows, and there is none"):
+        cuda_compiler(tree, monkeypatch, "native")
 
 
 def test_instruction_sets_that_are_left_out(built: BuildTree) -> None:
@@ -221,12 +232,12 @@ def test_a_kernel_that_nvcc_refuses_leaves_cuda_out_of_a_build_that_does_not_ask
     failed = "nvcc failed on csrc/cuda/one.cu"
     assert f"compiled without CUDA: {failed}: csrc/cuda/one.cu(1): error: pretended" in built.printed
     assert f"CUDA kernels for none ({failed}" in built.printed
-    assert not [text for text in ("cuda/", "one_cuda", "libcudart_static") if text in module(built)]
+    assert not [text for text in OF_CUDA if text in module(built)]
     built.build(fails=True, BROKEN_SOURCE="csrc/cuda/one.cu", FEDKERNELS_CUDA="1")
     assert f"FEDKERNELS_CUDA=1, but {failed}: " in built.printed
 
 
-@pytest.mark.parametrize("source", ["cpu/two.cpp", "ops/one.cpp", "cuda/one.cu"])
+@pytest.mark.parametrize("source", ["ops/one.cpp", "cuda/one.cu"])
 def test_a_warning_ends_a_build_of_developers_alone(built: BuildTree, source: str) -> None:
     """A user's newer compiler may warn of what none warned of before: it leaves nothing out."""
     built.touch(f"csrc/{source}")
@@ -238,18 +249,13 @@ def test_a_warning_ends_a_build_of_developers_alone(built: BuildTree, source: st
     assert "FEDKERNELS_WERROR=1, but " in built.printed
 
 
-def test_no_cuda_by_choice_or_without_the_static_runtime(tree: BuildTree) -> None:
-    without_cuda = sorted([*ONE, *TWO, *OPERATORS, *LINK])
-    assert tree.build(FEDKERNELS_CUDA="0") == without_cuda
-    assert "CUDA kernels for none (FEDKERNELS_CUDA=0); left out: nothing\n" in tree.printed
-    (tree.folder / "toolkit/lib64/libcudart_static.a").unlink()
-    assert not set(CUDA) & set(tree.build())
-    assert "libcudart_static.a was not found below" in tree.printed
-
-
-def test_the_module_is_linked_with_the_hidden_static_runtime(built: BuildTree) -> None:
-    wanted = "lib64/libcudart_static.a", "-Wl,--version-script=csrc/exports.map", "-Wl,--no-as-needed"
-    assert [text for text in wanted if text not in module(built)] == []
+def test_no_cuda_by_choice_or_without_the_static_runtime(built: BuildTree) -> None:
+    assert built.build(FEDKERNELS_CUDA="0") == ["cxx linked", "cxx ops/module.cpp"]
+    assert "CUDA kernels for none (FEDKERNELS_CUDA=0); left out: nothing\n" in built.printed
+    assert not [text for text in OF_CUDA if text in module(built)]
+    (built.folder / "toolkit/lib64/libcudart_static.a").unlink()
+    assert not set(CUDA) & set(built.build())
+    assert "libcudart_static.a was not found below" in built.printed
 
 
 def test_a_module_for_an_old_glibc_is_linked_by_zig(built: BuildTree) -> None:

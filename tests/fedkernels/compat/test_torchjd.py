@@ -19,8 +19,6 @@ MANY_STEPS = {"epsilon": 1e-12, "max_iters": 20_000}
         (torch.float16, 6e-8),
         (torch.float16, 3e4),
         (torch.bfloat16, 1e-25),
-        (torch.float32, 1e-25),
-        (torch.float32, 1e20),
         (torch.float64, 1e-200),
         (torch.float64, 1e200),
     ],
@@ -87,9 +85,7 @@ def test_degenerate_rows(matrix, weights):
         (lambda: torchjd.MGDA()(torch.tensor([[1.0, torch.nan]])), ValueError, "matrix must be finite, got nan"),
         (lambda: torchjd.MGDA()(torch.ones(2, 2).int()), TypeError, "matrix must be float16.*got torch.int32"),
         (lambda: torchjd.MGDA()(torch.ones(0, 2)), ValueError, "matrix must not be empty in m"),
-        (lambda: torchjd.MGDA()(torch.ones(2)), ValueError, "matrix"),
         (lambda: torchjd.MGDAWeighting()(torch.full((2, 2), torch.inf)), ValueError, "gramian must be finite, got inf"),
-        (lambda: torchjd.MGDA(epsilon=0.0), ValueError, "epsilon must be positive, got 0.0"),
         (lambda: setattr(torchjd.MGDA(), "max_iters", 0), ValueError, "max_iters must be positive, got 0"),
         (lambda: MinimumNorm(lower_bound=-0.1), ValueError, "lower_bound must be positive"),
     ],
@@ -134,19 +130,3 @@ def test_jac_to_grad_gives_the_weights_and_runs_hooks(optimize):
     torch.testing.assert_close(weights, torch.tensor([0.8, 0.2]))
     torch.testing.assert_close(parameter.grad, torch.tensor([0.8, 0.4]))
     assert calls == [1]
-
-
-def test_autogram_takes_the_weighting():
-    autogram = pytest.importorskip("torchjd.autogram")
-    aggregation = pytest.importorskip("torchjd.aggregation")
-    model = nn.Linear(2, 1)
-    engine = autogram.Engine(model, batch_dim=0)
-    losses = model(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])).square().flatten()
-    gramian = engine.compute_gramian(losses)
-    weights = torchjd.MGDAWeighting()(gramian)
-    exact = aggregation.MGDAWeighting(**MANY_STEPS)(gramian)
-    torch.testing.assert_close(weights @ gramian @ weights, exact @ gramian @ exact, rtol=1e-3, atol=1e-6)
-    smoothed = aggregation.CRMOGMWeighting(torchjd.MGDAWeighting(), alpha=0.0)(gramian)
-    torch.testing.assert_close(smoothed, weights)
-    doubled = (torchjd.MGDAWeighting() << (lambda matrix: matrix @ matrix.T))(torch.eye(2))
-    torch.testing.assert_close(doubled, torch.tensor([0.5, 0.5]))

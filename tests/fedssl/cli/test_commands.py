@@ -1,19 +1,67 @@
-"""The command line as a stranger meets it: one-line errors, exit code 2, nothing half-written."""
+"""The command line as a stranger meets it, also with input made to break it: one-line errors, nothing half-written."""
 
 from __future__ import annotations
 
 import csv
+import errno
 import importlib.metadata
+import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from fedssl.engines.in_process import run
 from fedssl.errors import installed_distribution
 from fedssl.recipe.reading import parse_recipe
+from fedssl.run_folder.creation import alone_in
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.cli.test_attacks import one_line, recipe_text
 from tests.fedssl.conftest import ALIGNED, tiny_values
+from tests.fedssl.forked_command import start_command
+from tests.fedssl.recipe.own_part import OWN_PART
+from tests.fedssl.test_untrusted import BOMB
+
+EVIL_PART = f"""{OWN_PART}
+
+from pathlib import Path
+
+Path(__file__).with_name("it_ran").touch()
+"""
+
+
+def recipe_text(**changes) -> str:
+    return parse_recipe(tiny_values(rounds=1, **changes)).to_yaml()
+
+
+@pytest.fixture(scope="module")
+def with_part(tmp_path_factory) -> Path:
+    """A run whose recipe names a part file beside it."""
+    folder = tmp_path_factory.mktemp("with_part")
+    (folder / "evil.py").write_text(EVIL_PART)
+    run(parse_recipe(tiny_values(rounds=1, regularizers=[str(folder / "evil.py")])), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def tiny_file(tmp_path) -> Path:
+    """A recipe of one round, in the folder in which the command is called."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(recipe_text())
+    return path
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def one_line(code: int, err: str) -> None:
+    assert code == 2, err
+    assert err.startswith("fedssl: ")
+    assert err.endswith("\n")
+    assert err[:-1].isprintable(), err
+    assert len(err) < 1000, err
 
 
 def test_run_evaluate_report_and_resume(fedssl, tmp_path):
@@ -24,9 +72,7 @@ def test_run_evaluate_report_and_resume(fedssl, tmp_path):
     assert code == 0
     assert "kNN %" in out
     assert "fedssl report runs/tiny-seed0" in out
-    code, out, _ = fedssl("evaluate", "runs/tiny-seed0", "--semi-supervised", "0.1")
-    assert code == 0
-    assert "semi_supervised_0.1" in out
+    assert fedssl("evaluate", "runs/tiny-seed0", "--semi-supervised", "0.1")[0] == 0
     with open(folder / "evaluation.csv", newline="") as file:
         evaluated = {row.pop("client"): row for row in csv.DictReader(file)}
     assert list(evaluated) == ["0", "1", "2", "mean"]
@@ -39,8 +85,7 @@ def test_run_evaluate_report_and_resume(fedssl, tmp_path):
             assert float(row[name]) == pytest.approx(logged[who, name], abs=0.006)
     assert fedssl("report", "runs/tiny-seed0")[0] == 0
     page = (folder / "report.html").read_text()
-    assert "Collapse of the representations" in page
-    assert "Images as the encoder sees them" in page
+    assert all(section in page for section in ("Collapse of the representations", "Images as the encoder sees them"))
     assert fedssl("run", "--resume", "runs/tiny-seed0")[0] == 0
 
 
@@ -124,3 +169,209 @@ def test_observers_are_called_by_a_run_and_its_continuation(fedssl, tmp_path):
     assert "continue with: fedssl run --resume run" in out
     assert fedssl("run", "--resume", "run", "--observer", "goes_on.py")[0] == 0
     assert (Path("stops.log").read_text(), Path("goes_on.log").read_text()) == ("0 1 ", "0 1 2 ")
+
+
+# Recipes, tables and overrides
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rounds: 1\n", "line 3[0-9]*|the key 'rounds' stands there already"),
+        ("extra: " + "9" * 5000 + "\n", "extra: unknown key"),
+        (BOMB, "aliases repeat this"),
+        ('extra: "\\e[2J"\n', "holds control characters"),
+        ("5: extra\n", "5: unknown key"),
+    ],
+)
+def test_hostile_yaml(change, message, fedssl, tmp_path):
+    (tmp_path / "mine.yaml").write_text(recipe_text() + change)
+    table = "name: t\nseeds: [0]\nrows: [{label: a, recipe: fedbyol}]\n"
+    (tmp_path / "table.yaml").write_text(table + change.replace("rounds: 1", "name: t"))
+    before = everything(tmp_path)
+    for command in (("run", "mine.yaml"), ("show", "mine.yaml"), ("run-table", "table.yaml")):
+        code, _, err = fedssl(*command)
+        one_line(code, err)
+        assert message.split("|")[-1].replace("rounds", "name" if "table" in command[1] else "rounds") in err
+        assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("regularizers.².weight=1", "a list of 0, which has no entry '²'|list"),
+        ("rounds=true", "rounds: input should be a number or a text, not true or false"),
+        ("rounds=" + "9" * 5000, "rounds: unable to parse input string as an integer"),
+        ("seed=9223372036854775808", "more than 64 bits"),
+        (".".join("a" * 2000) + "=1", "2000 levels deep"),
+        ("name=\x1b[2J", "special characters are not allowed"),
+        ('name="a\\nb"', "name: expected 1 to 200 characters on one line"),
+        ("name=../../thesis", "holds a slash, so it cannot be a folder's name"),
+        ("name=" + "日" * 200, "File name too long"),
+        ("regularizers=[~nosuchuser/part.py]", "begins with an unknown user's home folder"),
+        ("regularizers=[./nosuch.py]", "there is no part file"),
+        ("\x1b[2Jrounds=3", "unknown key"),
+    ],
+)
+def test_hostile_overrides(override, message, fedssl, tiny_file, tmp_path):
+    code, _, err = fedssl("run", "tiny.yaml", override)
+    one_line(code, err)
+    assert any(part in err for part in message.split("|")), err
+    assert list(everything(tmp_path)) == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "~nosuchuser/r.yaml"),
+        ("run-table", "~nosuchuser/t.yaml"),
+        ("run", "pipe"),
+        ("run-table", "pipe"),
+        ("run", "fedbyol", "regularizers=[./pipe.py]"),
+        ("run", "a" * 5000),
+        ("run", "."),
+        ("run", "--resume", "pipe"),
+        ("report", "pipe"),
+        ("export", "pipe", "out"),
+        ("evaluate", "fedbyol", "--data", "name=digits,train_limit=2020-13-45"),
+        ("evaluate", "fedbyol", "--data", "name=digits,name=npz"),
+        ("evaluate", "~nosuchuser"),
+        ("partition", "tiny.yaml", "--chart", "chart.xyz"),
+        ("partition", "tiny.yaml", "--chart", "nowhere/chart.png"),
+        ("cost", "tiny.yaml", "--rounds", "tiny.yaml/x.csv"),
+    ],
+)
+def test_paths_that_lead_nowhere_or_would_wait_for_ever(command, fedssl, tiny_file, tmp_path):
+    before = everything(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.py")
+    code, _, err = fedssl(*command)
+    one_line(code, err) if len(str(command)) < 1000 else None
+    assert code == 2
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["recipe.yaml", "metrics.csv", "partition.csv", "checkpoints/manifest.json"])
+def test_a_received_run_with_a_pipe_in_it_does_not_hang(file, fedssl, with_part, tmp_path):
+    shutil.copytree(with_part, tmp_path / "run")
+    (tmp_path / "run" / file).unlink()
+    os.mkfifo(tmp_path / "run" / file)
+    for command in (("report", "run"), ("evaluate", "run"), ("run", "--resume", "run")):
+        code, _, err = fedssl(*command)
+        one_line(code, err)
+
+
+# Folders
+
+
+def test_overwrite_deletes_nothing_but_runs_that_nobody_works_on(fedssl, with_part, tiny_file, tmp_path):
+    shutil.copytree(with_part, tmp_path / "run")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "one.tex").write_text("years of work")
+    (tmp_path / "run.preparing").mkdir()
+    (tmp_path / "run.preparing" / "notes").write_text("precious")
+    before = everything(tmp_path)
+    for output in ("thesis", ".", "..", "run.preparing", "tiny.yaml"):
+        code, _, err = fedssl("run", "tiny.yaml", "--output", output, "--overwrite")
+        one_line(code, err)
+        assert "is not the folder of a run" in err
+        assert everything(tmp_path) == before
+    with alone_in(tmp_path / "run"):
+        code, _, err = fedssl("run", "tiny.yaml", "--output", "run", "--overwrite")
+    one_line(code, err)
+    assert "another process is at work on this run" in err
+    assert everything(tmp_path) == before
+    assert fedssl("run", "tiny.yaml", "--output", "run", "--overwrite")[0] == 0
+    assert (tmp_path / "run.preparing" / "notes").read_text() == "precious"
+
+
+def with_full_disk(largest_file: int, *arguments: str | Path) -> str:
+    """The one line with which a command ends that may not write files larger than so many bytes."""
+    errors = Path("errors")
+    process = start_command([*map(str, arguments)], errors, largest_file)
+    process.join()
+    one_line(process.exitcode, errors.read_text())
+    return errors.read_text()
+
+
+@pytest.mark.parametrize("largest_file", [500, 700, 1200, 3000])
+def test_a_full_disk_at_any_file_is_one_line_and_the_run_continues(largest_file, fedssl, tiny_file, tmp_path):
+    """A real limit on file size: of the recipe, the manifest, TensorBoard's events, a state."""
+    path = tmp_path / "run"
+    assert "no space left to write" in with_full_disk(largest_file, "run", tiny_file, "--output", path)
+    assert not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.glob(".run.*"))
+    if path.exists():
+        assert fedssl("run", "--resume", str(path))[0] == 0
+        assert RunDirectory.open(path).checkpoint.finished
+
+
+def test_a_full_disk_under_tensorboard_is_one_line(fedssl, tiny_file, tmp_path, monkeypatch):
+    """Its writes are a thread's, which keeps the error for the next call and would print a traceback."""
+
+    def record_writer(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", record_writer)
+    code, _, err = fedssl("run", "tiny.yaml", "--output", "run")
+    one_line(code, err)
+    assert "no space left to write run/tensorboard" in err
+    monkeypatch.undo()
+    assert RunDirectory.open(tmp_path / "run").checkpoint.round < 1
+
+
+def test_a_full_disk_under_a_chart_leaves_none(fedssl, tiny_file, tmp_path):
+    chart = tmp_path / "chart.png"
+    chart.write_bytes(b"old")
+    with_full_disk(500, "partition", tiny_file, "--chart", chart)
+    assert chart.read_bytes() == b"old"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+# The code of a received run
+
+
+def received(run: Path, folder: Path, where: str) -> Path:
+    """A copy of the run, made elsewhere, whose recipe names a part in its folder, beside it, or a module."""
+    shutil.copytree(run, folder / "received")
+    old = str(run.parent / "evil.py")
+    name = {"inside": "./evil.py", "beside": "../evil.py", "module": "evil_package.evil"}[where]
+    file = folder / "received" / "recipe.yaml"
+    file.write_text(file.read_text().replace(old, name))
+    code = {"inside": folder / "received", "beside": folder, "module": folder / "evil_package"}[where]
+    code.mkdir(exist_ok=True)
+    (code / "evil.py").write_text(EVIL_PART)
+    manifest = folder / "received" / "checkpoints" / "manifest.json"  # without digests, as an attacker would leave it
+    values = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({key: values[key] for key in ("round", "files", "lengths", "finished")}))
+    return code / "it_ran"
+
+
+@pytest.mark.parametrize("where", ["inside", "beside", "module"])
+def test_reading_a_received_run_never_runs_its_code(where, fedssl, with_part, tmp_path, monkeypatch):
+    mark = received(with_part, tmp_path, where)
+    monkeypatch.syspath_prepend(tmp_path)  # as `python -m fedssl` has the working folder
+    for command in (("evaluate", "received"), ("run", "--resume", "received")):
+        code, _, err = fedssl(*command)
+        one_line(code, err)
+        assert "--trust" in err
+        assert "evil" in err
+    assert fedssl("report", "received")[0] == 0
+    page = (tmp_path / "received" / "report.html").read_text()
+    for text in ("no collapse analysis", "--trust", "kNN accuracy"):
+        assert text in page
+    assert not mark.exists()
+    assert fedssl("evaluate", "received", "--trust")[0] == 0
+    assert mark.exists()
+
+
+def test_ones_own_run_needs_no_flag_to_continue_as_long_as_its_part_is_unchanged(fedssl, with_part):
+    assert fedssl("run", "--resume", str(with_part))[0] == 0
+    part = with_part.parent / "evil.py"
+    text = part.read_text()
+    part.write_text(text + "\n# changed\n")
+    code, _, err = fedssl("run", "--resume", str(with_part))
+    part.write_text(text)
+    one_line(code, err)
+    for told in ("evil.py", "was changed since the run began", "--trust"):
+        assert told in err

@@ -71,6 +71,7 @@ HOUNSFIELD = {"RescaleSlope": 1, "RescaleIntercept": -1024}
 ABDOMEN = {"WindowCenter": 40.5, "WindowWidth": 401}  # from 40.5 - 0.5 - 400 / 2 to 40.5 - 0.5 + 400 / 2
 GROUPS = {"PixelValueTransformationSequence": [HOUNSFIELD], "FrameVOILUTSequence": [ABDOMEN]}
 OTHER = {"PixelValueTransformationSequence": [{"RescaleSlope": 9, "RescaleIntercept": 9}], "FrameVOILUTSequence": [{}]}
+SHARED, PER_FRAME = {"SharedFunctionalGroupsSequence": [GROUPS]}, {"PerFrameFunctionalGroupsSequence": [GROUPS, OTHER]}
 COLOURS = np.array([[200, 100, 50], [0, 0, 0], [255, 255, 255], [10, 200, 30]], np.uint8)[np.arange(16) // 4]
 COLOUR = np.tile(COLOURS, (16, 1, 1))
 
@@ -103,7 +104,9 @@ def palette(bits: int, scale: int) -> dict[str, Any]:
 
 BITS_12 = stored_bits(12)
 ABDOMINAL = scaled(TWELVE - 1024.0, -160, 240)
+WINDOWED, WHOLE = scaled(TWELVE, -160, 240), scaled(SIGNED, -1000, 3000)
 QUADRATIC = (np.arange(4096) ** 2) >> 12  # 12 bits to 12 bits
+SQUARED, VOI = scaled(QUADRATIC[TWELVE], 0, 4095), {"VOILUTSequence": table(QUADRATIC, 0, 12)}
 ONE_BIT = ramp(0, 1.99, "u1")
 SEVEN_BITS = ramp(0, 127, "u1")
 FLOATS = ramp(0, 1, "f4")
@@ -113,7 +116,11 @@ FLOAT = dict.fromkeys(("BitsStored", "HighBit", "PixelRepresentation", "PixelDat
 PADDED = np.where(TWELVE < 1000, -2000, TWELVE.astype("i2"))
 INDICES = np.tile(np.arange(16, dtype=np.uint8) // 4, (16, 1))
 PAIRS = ycbcr(COLOUR).reshape(16, 8, 2, 3)  # two pixels share their colour: Y Y Cb Cr
-HALVED = np.concatenate([PAIRS[..., 0], PAIRS[:, :, 0, 1:]], 2)
+HALVED = {
+    "PhotometricInterpretation": "YBR_FULL_422",
+    "PixelData": np.concatenate([PAIRS[..., 0], PAIRS[:, :, 0, 1:]], 2).tobytes(),
+}
+PLANAR = {"PlanarConfiguration": 1, "PixelData": COLOUR.transpose(2, 0, 1).tobytes()}
 MONOCHROME1 = {"PhotometricInterpretation": "MONOCHROME1"}
 INVERSE = {"PresentationLUTShape": "INVERSE"}
 EXACT = {"WindowCenter": 2000, "WindowWidth": 1000, "VOILUTFunction": "LINEAR_EXACT"}
@@ -140,59 +147,38 @@ CASES: dict[str, tuple[np.ndarray, dict[str, Any], Any, np.ndarray]] = {
     "12 of 16 bits stored": (TWELVE, BITS_12, "full", scaled(TWELVE, 0, 4095)),
     "12 of 16 bits, an overlay above them": (TWELVE | 0x8000, BITS_12, "full", scaled(TWELVE, 0, 4095)),
     "12 of 16 bits, the upper ones": (TWELVE << 4 | 3, stored_bits(12, 15), "full", scaled(TWELVE, 0, 4095)),
-    "13 of 16 bits, signed, the upper ones": (
-        *(SIGNED << 3, stored_bits(13, 15), (-1000, 3000), scaled(SIGNED, -1000, 3000)),
-    ),
+    "13 of 16 bits, signed, the upper ones": (SIGNED << 3, stored_bits(13, 15), (-1000, 3000), WHOLE),
     "16 bits, signed": (SIGNED, {}, "full", scaled(SIGNED, -32768, 32767)),
     "32-bit floats": (FLOATS, FLOAT, (0, 1), scaled(FLOATS, 0, 1)),
     "rescale slope and intercept": (TWELVE, BITS_12 | HOUNSFIELD, (-160, 240), ABDOMINAL),
-    "rescale and window in the shared groups": (
-        *(TWELVE, BITS_12 | {"SharedFunctionalGroupsSequence": [GROUPS]}, FILE, ABDOMINAL),
-    ),
-    "rescale and window in each image's groups": (
-        *(np.stack([TWELVE, TWELVE]), BITS_12 | {"PerFrameFunctionalGroupsSequence": [GROUPS, OTHER]}, FILE, ABDOMINAL),
-    ),
-    "rescale and polarity in an enhanced object": (
-        *(TWELVE, BITS_12 | INVERSE | {"SharedFunctionalGroupsSequence": [GROUPS]}, (-160, 240), 255 - ABDOMINAL),
-    ),
-    "modality lookup table": (
-        *(TWELVE, BITS_12 | {"ModalityLUTSequence": table(QUADRATIC, 0, 16)}),
-        *((0, 4095), scaled(QUADRATIC[TWELVE], 0, 4095)),
-    ),
+    "rescale and window in the shared groups": (TWELVE, BITS_12 | SHARED, FILE, ABDOMINAL),
+    "rescale and window in each image's groups": (np.stack([TWELVE, TWELVE]), BITS_12 | PER_FRAME, FILE, ABDOMINAL),
+    "rescale and polarity in an enhanced object": (TWELVE, BITS_12 | INVERSE | SHARED, (-160, 240), 255 - ABDOMINAL),
+    "modality lookup table": (TWELVE, BITS_12 | {"ModalityLUTSequence": table(QUADRATIC, 0, 16)}, (0, 4095), SQUARED),
     "modality lookup table, signed": (
         *(SIGNED, {"ModalityLUTSequence": table(np.arange(2000) * 2, -500, 16)}),
         *((0, 4000), scaled(np.clip(SIGNED.astype(int) + 500, 0, 1999) * 2, 0, 4000)),
     ),
-    "window, LINEAR": (TWELVE, BITS_12 | ABDOMEN, FILE, scaled(TWELVE, -160, 240)),
+    "window, LINEAR": (TWELVE, BITS_12 | ABDOMEN, FILE, WINDOWED),
     "window, LINEAR, of width 1": (
         *(TWELVE, BITS_12 | {"WindowCenter": 1092.5, "WindowWidth": 1}, FILE, np.where(TWELVE > 1092, 255, 0)),
     ),
     "window, LINEAR_EXACT": (TWELVE, BITS_12 | EXACT, FILE, scaled(TWELVE, 1500, 2500)),
     "window, SIGMOID": (TWELVE, BITS_12 | SIGMOID, FILE, np.rint(255 / (1 + np.exp(-4 * (TWELVE - 2000.0) / 1000)))),
-    "several windows": (
-        *(TWELVE, BITS_12 | {"WindowCenter": [40.5, 2000], "WindowWidth": [401, 9]}, FILE, scaled(TWELVE, -160, 240)),
-    ),
-    "VOI lookup table": (
-        *(TWELVE, BITS_12 | {"VOILUTSequence": table(QUADRATIC, 0, 12)}, FILE, scaled(QUADRATIC[TWELVE], 0, 4095)),
-    ),
+    "several windows": (TWELVE, BITS_12 | {"WindowCenter": [40.5, 2000], "WindowWidth": [401, 9]}, FILE, WINDOWED),
+    "VOI lookup table": (TWELVE, BITS_12 | VOI, FILE, SQUARED),
     "VOI lookup table, 8-bit entries, rescale, MONOCHROME1": (
         *(TWELVE, BITS_12 | HOUNSFIELD | MONOCHROME1 | {"VOILUTSequence": table(np.arange(256), 100, 8)}),
         *(FILE, 255 - np.clip(TWELVE.astype(int) - 1124, 0, 255)),
     ),
-    "window and VOI lookup table": (
-        *(TWELVE, BITS_12 | ABDOMEN | {"VOILUTSequence": table(QUADRATIC, 0, 12)}, FILE, scaled(TWELVE, -160, 240)),
-    ),
+    "window and VOI lookup table": (TWELVE, BITS_12 | ABDOMEN | VOI, FILE, WINDOWED),
     "padding around the image": (
         *(PADDED, {"PixelPaddingValue": -2000}, "per_image", scaled(TWELVE, TWELVE[TWELVE >= 1000].min(), 4095)),
     ),
     "RGB": (COLOUR, {}, None, COLOUR),
-    "RGB, planar configuration 1": (
-        *(COLOUR, {"PlanarConfiguration": 1, "PixelData": COLOUR.transpose(2, 0, 1).tobytes()}, None, COLOUR),
-    ),
+    "RGB, planar configuration 1": (COLOUR, PLANAR, None, COLOUR),
     "YBR_FULL": (ycbcr(COLOUR), {"PhotometricInterpretation": "YBR_FULL"}, None, COLOUR),
-    "YBR_FULL_422": (
-        *(COLOUR, {"PhotometricInterpretation": "YBR_FULL_422", "PixelData": HALVED.tobytes()}, None, COLOUR),
-    ),
+    "YBR_FULL_422": (COLOUR, HALVED, None, COLOUR),
     "PALETTE COLOR, 8-bit entries": (INDICES, palette(8, 1), None, COLOUR),
     "PALETTE COLOR, 16-bit entries": (INDICES, palette(16, 256), None, COLOUR),
 }
@@ -240,12 +226,10 @@ JPEG_LOSSLESS, JPEG_EXTENDED, MPEG = (f"1.2.840.10008.1.2.4.{number}" for number
     ],
 )
 def test_a_missing_decoder_is_no_broken_file(tmp_path, monkeypatch, syntax, says):
-    monkeypatch.setattr(
-        pydicom.pixels.get_decoder(syntax), "_available", {"pillow": None} if syntax == JPEG_EXTENDED else {}
-    )
-    file = write_dicom(
-        tmp_path / "a.dcm", TWELVE, syntax, **BITS_12, PixelData=pydicom.encaps.encapsulate([b"\xff\xd8"])
-    )
+    installed = {"pillow": None} if syntax == JPEG_EXTENDED else {}
+    monkeypatch.setattr(pydicom.pixels.get_decoder(syntax), "_available", installed)
+    compressed = pydicom.encaps.encapsulate([b"\xff\xd8"])
+    file = write_dicom(tmp_path / "a.dcm", TWELVE, syntax, **BITS_12, PixelData=compressed)
     for options in ({}, {"broken": "skip", "window": (0, 4095)}):
         with pytest.raises(UserError, match=says):
             load_dataset(options_of(tmp_path, **options), 0)
@@ -257,11 +241,7 @@ def test_a_missing_decoder_is_no_broken_file(tmp_path, monkeypatch, syntax, says
     ("elements", "reason"),
     [
         ({"Rows": None, "SOPClassUID": "1.2.840.10008.5.1.4.1.1.88.11"}, "without pixels: Basic Text SR Storage"),
-        ({"Rows": None, "SOPClassUID": "1.2.840.10008.5.1.4.1.1.104.1"}, "without pixels: Encapsulated PDF Storage"),
-        (
-            {"syntax": MPEG, "PixelData": b"\xfe\xff\x00\xe0" + bytes(12)},
-            "compressed as MPEG2 Main Profile .*, which is not read",
-        ),
+        ({"syntax": MPEG, "PixelData": b"\xfe\xff\x00\xe0" + bytes(12)}, "as MPEG2 Main Profile .*, which is not read"),
         ({"PhotometricInterpretation": "HSV", "SamplesPerPixel": 3, "PlanarConfiguration": 0}, "colours as HSV"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "a palette that is missing or in segments"),
         (palette(8, 1) | {"BluePaletteColorLookupTableDescriptor": [9, 0, 8]}, "of 8 entries, .* announces 9"),

@@ -18,20 +18,7 @@ def a_folder(tmp_path: Path) -> DataOptions:
     return DataOptions(name="folder", path=tmp_path)
 
 
-def test_files_that_are_left_out_are_counted_and_named(tmp_path, caplog):
-    options = a_folder(tmp_path)
-    load_dataset(options, 0)
-    assert caplog.text == ""
-    (tmp_path / "train" / "ant" / "notes.txt").touch()
-    (tmp_path / "train" / "bee" / "photo.heic").touch()
-    write_image(tmp_path / "train" / "loose.png", 1)
-    load_dataset(options, 0)
-    assert "fedssl: 3 files are left out of" in caplog.text
-    assert "train/ant/notes.txt, train/bee/photo.heic, train/loose.png; images end with jpg," in caplog.text
-    assert "dicom, and each must be in the folder of its class" in caplog.text
-
-
-def test_what_programs_leave_behind_is_neither_class_nor_told(tmp_path, caplog):
+def test_files_that_are_left_out_are_named_but_what_programs_leave_behind_is_neither_class_nor_told(tmp_path, caplog):
     options = a_folder(tmp_path)
     for hidden in (".ipynb_checkpoints", "__MACOSX", ".git", "@eaDir"):
         write_image(tmp_path / "train" / hidden / "1.png", 1)
@@ -42,6 +29,13 @@ def test_what_programs_leave_behind_is_neither_class_nor_told(tmp_path, caplog):
     assert data.class_names == ("ant", "bee")
     assert data.train_labels.tolist() == [0, 1]
     assert caplog.text == ""
+    for name in ("ant/notes.txt", "bee/photo.heic"):
+        (tmp_path / "train" / name).touch()
+    write_image(tmp_path / "train" / "loose.png", 1)
+    load_dataset(options, 0)
+    assert "fedssl: 3 files are left out of" in caplog.text
+    assert "train/ant/notes.txt, train/bee/photo.heic, train/loose.png; images end with jpg," in caplog.text
+    assert "dicom, and each must be in the folder of its class" in caplog.text
 
 
 def test_links_are_followed_once(tmp_path):
@@ -86,10 +80,10 @@ def test_names_that_are_no_text_are_escaped(tmp_path):
 
 @pytest.mark.parametrize("option", ["path", "public_path"])
 def test_paths_that_cannot_be(option):
-    def options(path: str) -> DataOptions:
-        return DataOptions(name="npz", path=path) if option == "path" else DataOptions(public_path=path)
-
-    refused(rf"data\.{option}=~nosuchuser/x cannot be expanded .*; write the whole path", options("~nosuchuser/x"))
-    refused(rf"data\.{option}=a\\x00b contains a NUL byte", options("a\0b"))
-    refused(r"cannot be opened: File name too long", options("a" * 300))
-    refused(r"there is no file", options(str(Path(__file__) / "x")))
+    for path, says in (
+        ("~nosuchuser/x", rf"data\.{option}=~nosuchuser/x cannot be expanded .*; write the whole path"),
+        ("a\0b", rf"data\.{option}=a\\x00b contains a NUL byte"),
+        ("a" * 300, r"cannot be opened: File name too long"),
+        (Path(__file__) / "x", r"there is no file"),
+    ):
+        refused(says, DataOptions(name="npz", path=path) if option == "path" else DataOptions(public_path=path))

@@ -48,11 +48,8 @@ def test_npz_of_both_kinds(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        ((6, 8), (1, 6, 8)),
-        ((6, 8, 1), (1, 6, 8)),
-        ((1, 6, 8), (1, 6, 8)),
-        ((3, 6, 8), (3, 6, 8)),
-        ((3, 6, 3), (3, 3, 6)),
+        *(((6, 8), (1, 6, 8)), ((6, 8, 1), (1, 6, 8)), ((1, 6, 8), (1, 6, 8))),
+        *(((3, 6, 8), (3, 6, 8)), ((3, 6, 3), (3, 3, 6))),
     ],
 )
 def test_layouts(tmp_path, stored, expected):
@@ -65,10 +62,8 @@ def test_masks_of_0_and_1(tmp_path, caplog):
     mask = random_pixels(4, 6, 8) % 2
     assert load_npz(save(tmp_path / "a.npz", x=mask == 1)).train_images.unique().tolist() == [0, 255]
     assert caplog.text == ""
-    for dtype in ("u1", "i8"):
-        assert load_npz(save(tmp_path / "b.npz", x=mask.astype(dtype))).train_images.unique().tolist() == [0, 1]
-        assert "has no pixel above 1 of 255, so that all is black: save pixels of 0 and 1 as type bool" in caplog.text
-        caplog.clear()
+    assert load_npz(save(tmp_path / "b.npz", x=mask)).train_images.unique().tolist() == [0, 1]
+    assert "has no pixel above 1 of 255, so that all is black: save pixels of 0 and 1 as type bool" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", ">f4", "i8"])
@@ -111,7 +106,6 @@ def spoiled_pixels(value: float, count: int) -> np.ndarray:
         ({"y_train": np.array(3)}, r"y_train in .* has shape \[\]; expected"),
         ({"y_train": np.arange(12) * 10**9}, r"renumber the classes"),
         ({"x_train": np.array([None] * 12)}, r"x_train is an object array"),
-        ({"y_test": np.array([0, 1, 2, "a", None], dtype=object)}, r"y_test is an object array"),
         ({"x_train": np.array(["a"] * 12)}, r"x_train in .* type <U1"),
         ({"x_train": random_pixels(12, 48)}, r"x_train in .* shape \[12, 48\]"),
         ({"x_test": np.array(3)}, r"x_test in .* has shape \[\]; expected \[n, H, W\]"),
@@ -127,12 +121,8 @@ def test_bad_contents(tmp_path, change, says):
 def test_wrong_keys_are_listed(tmp_path):
     arrays = good_arrays()
     del arrays["y_test"]
-    refused(
-        r"arrays x_train, y_train, x_test; expected x_train, .* or train_images,",
-        of(save(tmp_path / "a.npz", **arrays)),
-    )
-    many = save(tmp_path / "many.npz", **{f"key{i}": np.zeros(1) for i in range(40)})
-    refused(r"and 30 more", of(many))
+    path = save(tmp_path / "a.npz", **arrays, **{f"key{i}": np.zeros(1) for i in range(17)})
+    refused(r"arrays x_train, y_train, x_test, .*and 10 more; expected x_train, .* or train_images,", of(path))
 
 
 def test_missing_and_unreadable_files(tmp_path):
@@ -243,9 +233,7 @@ def test_a_file_that_unpacks_to_gigabytes_is_not_read(tmp_path, monkeypatch):
     np.savez_compressed(path, **(good_arrays() | {"x_train": zeros, "y_train": np.zeros(16, int)}))
     monkeypatch.setattr("fedssl.data.npz.available_memory", lambda: 20_000_000)
     tracemalloc.start()
-    says = (
-        r"the arrays take 67\.1 MB of memory \(x_train alone 67\.1 MB\), but only 20\.0 MB are available; store fewer"
-    )
+    says = r"arrays take 67\.1 MB of memory \(x_train alone 67\.1 MB\), but only 20\.0 MB are available; store fewer"
     refused(says, of(path))
     assert tracemalloc.get_traced_memory()[1] < 8_000_000
     tracemalloc.stop()

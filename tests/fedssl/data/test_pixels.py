@@ -26,16 +26,9 @@ def folder_of(tmp_path, pixels: np.ndarray, suffix: str, **options: object) -> D
     return DataOptions(name="folder", path=tmp_path, image_size=16, **options)
 
 
-DEEP_FILES = [
-    pytest.param("u2", ".png", 300, 3300, id="16-bit PNG"),
-    pytest.param("u2", ".tif", 300, 3300, id="16-bit TIFF"),
-    pytest.param("i4", ".tiff", -1000, 2000, id="32-bit TIFF, Hounsfield units"),
-    pytest.param("f4", ".tif", 0, 1, id="float TIFF up to 1"),
-    pytest.param("f4", ".tif", -2.5, 7000, id="float TIFF"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "suffix", "low", "high"), DEEP_FILES)
+@pytest.mark.parametrize(
+    ("dtype", "suffix", "low", "high"), [("u2", ".png", 300, 63300), ("i4", ".tiff", -1000, 2000), ("f4", ".tif", 0, 1)]
+)
 def test_deep_files_need_a_window_and_keep_their_grays(tmp_path, dtype, suffix, low, high):
     pixels = ramp(low, high, dtype)
     first = rf"train/a/0\{suffix} has pixels of more than 8 bits, as 4 of 4 files have \(values {low:g} to {high:g}"
@@ -46,14 +39,13 @@ def test_deep_files_need_a_window_and_keep_their_grays(tmp_path, dtype, suffix, 
     assert np.array_equal(images[0, 0].numpy(), wanted)
     by_image = load_dataset(folder_of(tmp_path, pixels, suffix, window="per_image"), 0).train_images
     assert np.array_equal(by_image[1, 0].numpy(), wanted)
-
-
-def test_the_full_window_is_the_range_of_the_type(tmp_path):
-    images = load_dataset(folder_of(tmp_path, ramp(0, 65535, "u2"), ".png", window="full"), 0).train_images
-    assert images.unique().tolist() == [17 * step for step in range(16)]
-    dark = load_dataset(folder_of(tmp_path, ramp(0, 3000, "u2"), ".png", window="full"), 0).train_images
-    assert int(dark.max()) == round(3000 / 65535 * 255)
-    refused("floats, which have no full range", folder_of(tmp_path / "f", ramp(0, 1, "f4"), ".tif", window="full"))
+    full = folder_of(tmp_path, pixels, suffix, window="full")
+    if dtype == "f4":
+        refused("floats, which have no full range", full)
+    else:
+        limits = np.iinfo(dtype)
+        share = (pixels.astype(float) - limits.min) / (float(limits.max) - limits.min)
+        assert np.array_equal(load_dataset(full, 0).train_images[0, 0].numpy(), np.rint(share * 255))
 
 
 def test_deep_colours_are_only_read_as_the_full_window_says(tmp_path):
@@ -73,7 +65,7 @@ def test_a_window_leaves_8_bits_alone(tmp_path):
     assert load_npz(path).train_images.equal(load_npz(path, window=(0, 4095)).train_images)
 
 
-@pytest.mark.parametrize("dtype", ["u2", "i2", "i4", "u8", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["u2", "i4", "f8"])
 def test_npz_of_more_than_8_bits(tmp_path, dtype):
     arrays = good_arrays() | {
         "x_train": np.stack([ramp(100, 4000, dtype), ramp(100, 2000, dtype)] * 6),

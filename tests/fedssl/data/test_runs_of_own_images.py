@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -12,11 +13,11 @@ from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
 from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
 from tests.fedssl.conftest import AVERAGED, METHODS
-from tests.fedssl.data.data_files import good_arrays, random_pixels, save
+from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
 from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.killed_runs import contents, killed_and_resumed
 
-IID = {"name": "iid", "clients": 3}
+IID, TWO = ({"name": "iid", "clients": clients} for clients in (3, 2))
 MEASURES = {"effective_rank", "alignment", "uniformity"}
 
 
@@ -31,13 +32,10 @@ def data_of(folder: Path, **options: object) -> dict[str, object]:
     return {"name": "images", "path": str(folder), "image_size": 8, **options}
 
 
-@pytest.mark.parametrize("changes", [AVERAGED, {}], ids=["global", "personal"])
-@pytest.mark.parametrize(("labels", "measured"), [(None, MEASURES), ("folders", {"knn", "linear", "effective_rank"})])
-def test_what_is_measured(folder, tiny, tmp_path, labels, measured, changes):
-    recipe = tiny(**changes, data=data_of(folder, labels=labels), partition=IID, rounds=1)
-    in_process.run(recipe, tmp_path / "run")
-    metrics = {metric for number, _, metric in read_run(tmp_path / "run").values if number == 0}
-    assert metrics & {"knn", "linear", *MEASURES} == measured
+def measured_of(run: Path) -> set[str]:
+    """What is measured of the models before training, the personal ones or the global one."""
+    metrics = {metric for number, _, metric in read_run(run).values if number == 0}
+    return metrics & {"knn", "linear", "linear_auroc", *MEASURES}
 
 
 def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):  # noqa: F811
@@ -49,6 +47,7 @@ def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):  
     assert "kNN" not in out
     assert fedssl("partition", str(recipe))[1].splitlines()[0].split() == ["client", "images", "total"]
     assert (list(read_run(run).class_names), read_run(run).class_counts) == (["images"], [[20], [20], [20]])
+    assert measured_of(run) == MEASURES
     page = write_report([run]).read_text()
     assert "the images have no class each, so no accuracy can be measured" in page
     assert "kNN accuracy" not in page
@@ -57,32 +56,30 @@ def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):  
         evaluate_run(run, [0.1])
 
 
-@pytest.mark.parametrize(("method", "labels"), [("hetero_ssfl", None), ("lw_fedssl", "folders")])
+@pytest.mark.parametrize(
+    ("method", "labels", "measured"),
+    [("hetero_ssfl", None, MEASURES), ("lw_fedssl", "folders", {"knn", "linear", "effective_rank"})],
+)
 def test_in_memory_and_stopped_and_resumed_from_a_file_a_run_is_the_same_bit_for_bit(
-    folder, tiny, tmp_path, method, labels
+    folder, tiny, tmp_path, method, labels, measured
 ):
-    recipes = {
-        limit: tiny(
-            **METHODS[method],
-            data=data_of(folder, labels=labels, memory_limit=limit, public_holdout=15),
-            partition=IID,
-        )
-        for limit in (None, 0)
-    }
-    in_process.run(recipes[None], tmp_path / "memory")
+    in_memory, in_file = (
+        tiny(**METHODS[method], data=data_of(folder, labels=labels, memory_limit=m, public_holdout=15), partition=IID)
+        for m in (None, 0)
+    )
+    in_process.run(in_memory, tmp_path / "memory")
+    assert measured_of(tmp_path / "memory") == measured
     found = contents(tmp_path / "memory")
     assert len(found) > 1
-    assert contents(killed_and_resumed(recipes[0], tmp_path / "file")) == found
+    assert contents(killed_and_resumed(in_file, tmp_path / "file")) == found
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"objective": "supervised"}, r"objective supervised trains on labels, and the images of data\.name=images"),
-        ({"partition": {"name": "disjoint_classes"}}, r"partition\.name=disjoint_classes divides the classes"),
         ({"partition": {"name": "dirichlet", "clients": 3}}, r"set partition='\{name: iid, clients: 3\}'"),
         ({"evaluation": {"semi_supervised": [0.1]}}, r"semi-supervised evaluation needs labels"),
-        ({"evaluation": {"fine_tune": {}}}, r"fine-tuning needs labels"),
     ],
 )
 def test_what_needs_labels_is_refused(folder, tiny, changes, says):
@@ -94,15 +91,11 @@ def test_what_needs_labels_is_refused(folder, tiny, changes, says):
     ("keys", "test_images"),
     [({"x": "x_train"}, 0), ({"x_train": "x_train", "x_test": "x_test"}, 5), ({"train_images": "x_train"}, 0)],
 )
-def test_npz_without_labels(tmp_path, tiny, keys, test_images):
-    arrays = {key: good_arrays()[name].repeat(3, axis=0) for key, name in keys.items()}
-    path = save(tmp_path / "a.npz", **arrays, other=random_pixels(3))
-    dataset = build_federation(
-        tiny(data={"name": "npz", "path": str(path)}, partition={"name": "iid", "clients": 2})
-    ).dataset
+def test_npz_without_labels(tmp_path, keys, test_images):
+    arrays = {key: good_arrays()[name] for key, name in keys.items()}
+    dataset = load_npz(save(tmp_path / "a.npz", **arrays, other=random_pixels(3)))
     assert not dataset.labelled
-    assert len(dataset.train_images) == 36
-    assert len(dataset.test_images) == 3 * test_images
+    assert (len(dataset.train_images), len(dataset.test_images)) == (12, test_images)
 
 
 def several_labels(path: Path, **changes: object) -> Path:
@@ -114,28 +107,24 @@ def several_labels(path: Path, **changes: object) -> Path:
 
 def test_several_labels_an_image_are_measured_by_auroc(tiny, tmp_path):
     data = {"name": "npz", "path": str(several_labels(tmp_path / "a.npz")), "public_holdout": 6}
-    recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 2}, rounds=1)
+    recipe = tiny(**AVERAGED, data=data, partition=TWO, rounds=1)
     dataset = build_federation(recipe).dataset
     assert not dataset.labelled
     assert dataset.train_targets.shape == (30, 4)
     assert dataset.test_targets.shape == (15, 4)
     in_process.run(recipe, tmp_path / "run")
-    run = read_run(tmp_path / "run")
-    measured = {metric for _, who, metric in run.values if who == "global"} - {"local_model_distance"}
-    assert measured == MEASURES | {"linear_auroc"}
+    assert measured_of(tmp_path / "run") == MEASURES | {"linear_auroc"}
     with pytest.raises(UserError, match=r"the images of data\.name=npz have several labels each"):
         build_federation(tiny(data=data, partition={"name": "dirichlet", "clients": 2}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("y_test", "says"),
     [
-        ({"y_test": random_pixels(15, 3) % 2}, r"y_test has shape \[15, 3\]; expected .* 4 labels, as y_train has"),
-        ({"y_test": random_pixels(14, 4) % 2}, r"y_test has shape \[14, 4\]; expected a line for each image of x_test"),
-        ({"y_test": random_pixels(15, 4)}, r"y_train in .* has shape \[36, 4\]; expected \[n\] or \[n, 1\]"),
+        (random_pixels(15, 3) % 2, r"y_test has shape \[15, 3\]; expected .* 4 labels, as y_train has"),
+        (random_pixels(14, 4) % 2, r"y_test has shape \[14, 4\]; expected a line for each image of x_test"),
+        (random_pixels(15, 4), r"y_train in .* has shape \[36, 4\]; expected \[n\] or \[n, 1\]"),
     ],
 )
-def test_labels_of_several_kinds_are_refused(tiny, tmp_path, changes, says):
-    path = several_labels(tmp_path / "a.npz", **changes)
-    with pytest.raises(UserError, match=says):
-        build_federation(tiny(data={"name": "npz", "path": str(path)}, partition={"name": "iid", "clients": 2}))
+def test_labels_of_several_kinds_are_refused(tmp_path, y_test, says):
+    refused(says, DataOptions(name="npz", path=several_labels(tmp_path / "a.npz", y_test=y_test)))

@@ -28,10 +28,10 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.object_ref import load_app
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
+from flwr.supernode import start_client_internal
 from flwr.supernode.nodestate import NodeStateFactory
 
-from fedssl.deploy import apps
-from fedssl.deploy.apps import AppRefused, ApprovedApps, digest_of_app, pull_approved, require_digest, write_app
+from fedssl.deploy.apps import AppRefused, ApprovedApps, digest_of_app, refuse_other_apps, require_digest, write_app
 from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe
 
@@ -98,16 +98,14 @@ def test_any_description_makes_an_app_that_flower_builds(tiny, tmp_path):
     assert len(build_fab_from_disk(tmp_path / "app")) > 1000
 
 
-@pytest.mark.parametrize("earlier", [False, True], ids=["this version", "an earlier version"])
 @pytest.mark.parametrize(("what", "kind"), [("server", ServerApp), ("client", ClientApp)])
-def test_an_app_folder_is_loaded_by_flower(what, kind, earlier, app, tmp_path, monkeypatch):
-    """Apps of an earlier version import from the package itself, as it was one module then."""
+def test_an_app_folder_of_an_earlier_version_is_loaded_by_flower(what, kind, app, tmp_path, monkeypatch):
+    """It imports from the package itself, as it was one module then."""
     shutil.copytree(app, tmp_path / "app")
     module = tmp_path / "app" / "fedssl_app" / f"{what}_app.py"
-    written = f"from fedssl.engines.flower.{what} import make_{what}_app"
-    assert written in module.read_text()
-    if earlier:
-        module.write_text(module.read_text().replace(written, f"from fedssl.engines.flower import make_{what}_app"))
+    now, then = (f"from fedssl.engines.flower{name} import make_{what}_app" for name in (f".{what}", ""))
+    assert now in module.read_text()
+    module.write_text(module.read_text().replace(now, then))
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.startswith("fedssl_app")]:
         monkeypatch.delitem(sys.modules, name)
@@ -146,18 +144,20 @@ class SuperNode:
         message = Message(RecordDict(), dst_node_id=NODE, message_type="query")
         message.metadata.__dict__["_run_id"] = RUN
         message.metadata.__dict__["_message_id"] = message.object_id
-        pulled = pull_approved(
-            approved,
-            receive=lambda: (message, get_object_tree(message)),
-            get_run=lambda number: self.run,
-            get_fab=lambda digest, number: self.fab,
-            state=self.state,
-            object_store=self.store,
-            node_config={},
-            pull_object=lambda number, object_id: get_all_nested_objects(message)[object_id].deflate(),
-            confirm_message_received=lambda number, message_id: None,
-            trusted_entities=None,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(start_client_internal, "_pull_and_store_message", None)
+            refuse_other_apps(approved)
+            pulled = start_client_internal._pull_and_store_message(
+                receive=lambda: (message, get_object_tree(message)),
+                get_run=lambda number: self.run,
+                get_fab=lambda digest, number: self.fab,
+                state=self.state,
+                object_store=self.store,
+                node_config={},
+                pull_object=lambda number, object_id: get_all_nested_objects(message)[object_id].deflate(),
+                confirm_message_received=lambda number, message_id: None,
+                trusted_entities=None,
+            )
         assert pulled == RUN
 
     def accepts(self, approved: ApprovedApps) -> bool:
@@ -209,17 +209,6 @@ def test_other_content_under_an_approved_digest_is_refused(content, other_conten
     node = SuperNode(content)
     node.fab = Fab(node.digest, other_content, {})
     assert digest(other_content) in node.refusal(approved(node.digest))
-
-
-def test_the_supernodes_own_function_is_replaced(approved, monkeypatch):
-    """`refuse_other_apps` is called in the process that then runs flower-supernode."""
-    module, called = apps.start_client_internal, []
-    monkeypatch.setattr(module, "_pull_and_store_message", module._pull_and_store_message)
-    monkeypatch.setattr(apps, "pull_approved", lambda approved, **others: called.append((approved, others)))
-    own = approved()
-    apps.refuse_other_apps(own)
-    module._pull_and_store_message(state="a state")
-    assert called == [(own, {"state": "a state"})]
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ from fedssl.deploy import nodes
 from fedssl.deploy.certificates import require_server
 from fedssl.deploy.keys import read_site_key
 from fedssl.errors import UserError
-from tests.fedssl.engines.flower.deployment import make_authority, make_key, missing_tools
+from tests.fedssl.engines.flower.deployment import make_key, missing_tools
 
-needs_openssl = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 NOW = datetime.now(timezone.utc)
 DAY = timedelta(days=1)
 
@@ -85,12 +84,6 @@ def test_what_fits_is_taken(check):
     check(Owner("former", **EXPIRED).pem + AUTHORITY.pem, SERVER.pem, SERVER.key_pem)
 
 
-@needs_openssl
-def test_what_the_page_makes_is_taken(tmp_path):
-    make_authority(tmp_path)
-    require_server(tmp_path / "server.crt", tmp_path / "server.key", tmp_path / "ca.crt", "0.0.0.0")
-
-
 @pytest.mark.parametrize(
     ("expected", "files"),
     [
@@ -124,7 +117,7 @@ def test_a_site_refuses_an_authority_that_has_expired(tmp_path, umask):
         nodes.supernode(tmp_path / "site.yaml", "127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "site.key", False)
 
 
-@needs_openssl
+@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 def test_a_sites_key_is_a_private_one_as_flower_takes_it(tmp_path):
     def ssh_keygen(*arguments: str) -> None:
         subprocess.run(["ssh-keygen", "-q", *arguments], check=True, capture_output=True)

@@ -156,13 +156,10 @@ def taken(monkeypatch) -> list[PushMessagesRequest]:
     return requests
 
 
-def test_an_answer_of_the_most_objects_is_taken_as_it_is(taken):
-    request = announcement(MOST_OBJECTS - OTHERS)
-    assert list(push_messages(request, None).objects_to_push) == ["some"]
-    assert taken == [request]
-
-
-def test_in_the_place_of_an_answer_with_more_stands_an_error(taken):
+def test_in_the_place_of_an_answer_of_too_many_objects_stands_an_error(taken):
+    most = announcement(MOST_OBJECTS - OTHERS)
+    assert list(push_messages(most, None).objects_to_push) == ["some"]
+    assert taken.pop() == most
     stored = []
     state = SimpleNamespace(store_object=lambda *arguments: stored.append(arguments))
     request = announcement(MOST_OBJECTS - OTHERS + 1)

@@ -146,20 +146,20 @@ def test_a_supernode_refuses_other_apps_where_the_file_or_allow_says_so(
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 
-#: `main` asks for an app; both do what the arguments say
+#: `main` asks for an app, and then for what starts the runs; all do what the arguments say
 PROGRAM = """
-import json, os, socket, subprocess, sys, time
+import json, os, pathlib, socket, subprocess, sys, time
 from fedssl.deploy import flower_commands as commands
 
 def main():
-    if "unasked" in sys.argv:  # a command that is ended before it has asked
-        for request in (b"", b"+", b"+{\\n"):
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(os.environ["PATH"].split(":")[0] + "/copies")
-                connection.sendall(request)
+    for request in (b"", b"+", b"+{\\n"):  # commands that are ended before they have asked
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.environ["PATH"].split(":")[0] + "/copies")
+            connection.sendall(request)
     environment = os.environ | {"ASKED": "yes"}
     asked = subprocess.run(["flwr-serverapp", *sys.argv[1:]], env=environment, cwd="/", capture_output=True)
-    print(json.dumps([asked.returncode, asked.stdout.decode(), asked.stderr.decode()]))
+    started = subprocess.run(["flower-superexec", *sys.argv[1:]])
+    print(json.dumps([asked.returncode, asked.stdout.decode(), asked.stderr.decode(), started.returncode]))
     sys.exit(7)
 
 def app():
@@ -170,54 +170,34 @@ def app():
     print(json.dumps([sys.argv, os.environ["ASKED"], os.environ["MAIN"], os.getcwd(), "wave" in sys.modules]))
     sys.exit(3)
 
-commands._entry_point = {"flower-superlink": main, "flwr-serverapp": app}.get
+def superexec():  # fails twice
+    begun = pathlib.Path(sys.argv[2])
+    begun.write_text(begun.read_text() + "x" if begun.exists() else "x")
+    sys.exit(0 if len(begun.read_text()) == 3 else 5)
+
+commands._entry_point = {"flower-superlink": main, "flwr-serverapp": app, "flower-superexec": superexec}.get
+commands._RESTART_SECONDS = 0.01
 command = ["flower-superlink", *sys.argv[1:]]
 sys.exit(commands.run(command, os.environ | {"MAIN": "yes"}, ["wave"]))
 """
 
 
-def run_program(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", *arguments]
-    return subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
-
-
 @needs_proc
-def test_a_copy_has_the_arguments_environment_folder_output_and_exit_code():
-    """A command that is ended before it has asked disturbs no other."""
-    done = run_program(PROGRAM, "unasked", "two words")
+def test_a_copy_is_the_command_that_was_asked_for_and_what_starts_the_runs_is_started_again(tmp_path):
+    """With its arguments, environment, folder, output and exit code; a command that never asks disturbs no other."""
+    begun = str(tmp_path / "begun of two words")
+    command = [sys.executable, "-c", PROGRAM, "work", begun]
+    done = subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 7, done.stderr
-    code, printed, errors = json.loads(done.stdout)
+    code, printed, errors, started = json.loads(done.stdout)
     assert (code, errors) == (3, "error\n")
-    assert json.loads(printed) == [["flwr-serverapp", "unasked", "two words"], "yes", "yes", "/", True]
-
-
-AGAIN = """
-import os, pathlib, subprocess, sys
-from fedssl.deploy import flower_commands as commands
-
-def main():
-    sys.exit(subprocess.run(["flower-superexec", *sys.argv[1:]]).returncode)
-
-def superexec():
-    begun = pathlib.Path(sys.argv[1])
-    begun.write_text(begun.read_text() + "x" if begun.exists() else "x")
-    sys.exit(0 if len(begun.read_text()) == 3 else 5)
-
-commands._entry_point = {"flower-superlink": main, "flower-superexec": superexec}.get
-commands._RESTART_SECONDS = 0.01
-sys.exit(commands.run(["flower-superlink", *sys.argv[1:]], dict(os.environ), []))
-"""
-
-
-@needs_proc
-def test_what_starts_the_runs_is_started_again_where_it_fails(tmp_path):
-    done = run_program(AGAIN, str(tmp_path / "begun"))
-    assert (done.returncode, (tmp_path / "begun").read_text()) == (0, "xxx"), done.stderr
+    assert json.loads(printed) == [["flwr-serverapp", "work", begun], "yes", "yes", "/", True]
+    assert (started, Path(begun).read_text()) == (0, "xxx")
     assert done.stderr.count("fedssl: flower-superexec has ended with code 5 and is started again") == 2
 
 
 @needs_proc
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
 def test_told_to_end_or_killed_it_leaves_no_copy(number, code, tmp_path):
     begun = tmp_path / "begun"
     environment = with_package() | {MARK: f"{tmp_path}/"}

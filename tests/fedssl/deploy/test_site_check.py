@@ -177,21 +177,16 @@ def test_what_is_wrong_at_the_site_is_told(damage, what, finding, advice, site, 
     assert check.advice == advice
 
 
-def test_a_key_that_others_can_read_and_a_full_disk_are_told(site, server, monkeypatch):
+def test_a_key_that_others_can_read_and_a_full_disk_are_told_and_own_data_are_counted(site, server, monkeypatch):
+    """The data from where the start script runs."""
     server.close()
     (site / "site.key").chmod(0o644)
     monkeypatch.setattr(site_check, "_LEAST_DISK", 2**62)
+    np.savez(site / "own.npz", train_images=np.zeros((12, 3, 8, 8), dtype=np.uint8))
+    change(site, data={"name": "npz", "path": "own.npz"}, approved_apps=["0" * 64])
     checks = by_name(site)
     assert checks["site's key"].advice == f"chmod 600 {site / 'site.key'}"
     assert checks["disk"].advice == "free some space, or choose another state folder"
-
-
-def test_own_data_and_approved_apps_are_counted_where_the_start_script_would_find_them(site, server):
-    server.close()
-    images = np.random.default_rng(0).integers(0, 255, (12, 3, 8, 8), dtype=np.uint8)
-    np.savez(site / "own.npz", train_images=images)
-    change(site, data={"name": "npz", "path": "own.npz"}, approved_apps=["0" * 64])
-    checks = by_name(site)
     assert checks["data"] == Check("data", "12 training images", None)
     assert checks["approved apps"] == Check("approved apps", "1 in site.yaml; others need --allow or --ask")
 

@@ -1,7 +1,7 @@
 """A consortium of two sites from an empty folder to a finished run, with the start scripts that `provision` writes.
 
 As docs/deploy.md says: the reverse proxy in front of the SuperLink; TLS and registered keys; sites that run approved
-apps alone; and a site that is revoked while the server runs.
+apps alone; and a site that is revoked while the server runs. Also the reverse proxy alone, and how it is kept alive.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,30 +24,16 @@ import yaml
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
 import httpx
-from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-from flwr.proto.control_pb2 import (
-    ListRunsRequest,
-    RegisterNodeRequest,
-    StartRunRequest,
-    StopRunRequest,
-    StreamLogsRequest,
-    UnregisterNodeRequest,
-)
-from flwr.proto.fab_pb2 import Fab
-from flwr.proto.node_pb2 import Node
-from flwr.proto.run_pb2 import GetRunRequest
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
-from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
-from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+from fedssl.deploy.reverse_proxy import write_reverse_proxy
+from fedssl.errors import UserError
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import (
     MARK,
     free_port,
     is_listening,
     kill_marked,
+    make_authority,
     marked,
     missing_tools,
     poll,
@@ -61,8 +48,11 @@ APP += ("training.local_epochs=1", "data.train_limit=300", "data.test_limit=60",
 APP += ("architectures=[small_convnet, small_convnet_wide]", "evaluation.linear.epochs=2")
 HAS_NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin") is not None
 
-#: the operator's interface, written so that it may look like the sites' to one of the two servers that read it
-DISGUISED = (
+#: the operator's interface, also written so that it may look like the sites' to one of the two servers that read it
+OPERATORS = (
+    "/v1/control/start-run",
+    "/v1/control/register-node",
+    "/v1/control/list-runs",
     "/v1/fleet/../control/list-runs",
     "/v1/fleet/%2e%2e/control/list-runs",
     "/v1/fleet/..%2fcontrol/list-runs",
@@ -72,67 +62,18 @@ DISGUISED = (
     "/docs",
 )
 
-pytestmark = [
-    pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools())),
-    pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed: apt-get install nginx-light"),
-]
+needs_tools = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+needs_nginx = pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed: apt-get install nginx-light")
 
 
-# What a site could try at the operator's interfaces with its own registered key, and where it gets with it
-
-#: the six things that an operator does, by name: each takes Flower's client, a run, a node and a public key
-ATTEMPTS: dict[str, Callable[[ControlHttpClient, int, int, bytes], object]] = {
-    "start a run": lambda client, run, node, key: client.StartRun(StartRunRequest(fab=Fab(hash_str="0", content=b"0"))),
-    "register a key": lambda client, run, node, key: client.RegisterNode(RegisterNodeRequest(public_key=key, name="x")),
-    "unregister a key": lambda client, run, node, key: client.UnregisterNode(UnregisterNodeRequest(node_id=node)),
-    "list the runs": lambda client, run, node, key: client.ListRuns(ListRunsRequest()),
-    "stop a run": lambda client, run, node, key: client.StopRun(StopRunRequest(run_id=run)),
-    "read a run's log": lambda client, run, node, key: list(client.StreamLogs(StreamLogsRequest(run_id=run))),
-}
-
-
-class SiteAttempts:
-    """A site that signs requests with its key, as its SuperNode does, and sends them wherever it likes."""
-
-    def __init__(self, address: str, certificate: Path, private_key: Path):
-        """Reach the server at `address` (host:port) with the authority's certificate and the site's private key."""
-        key = load_ssh_private_key(private_key.read_bytes(), password=None)
-        self._address, self._certificate = address, str(certificate)
-        self._interceptors = [
-            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            NodeAuthHttpInterceptor(key, key.public_key()),  # type: ignore[arg-type]
-        ]
-
-    def at_the_operators_interface(self, run: int, node: int, new_key: bytes) -> dict[str, int]:
-        """The HTTP status of each attempt by its name; 200 where it got through."""
-        statuses = {}
-        with ControlHttpClient.from_server_address(
-            self._address, False, self._certificate, interceptors=self._interceptors
-        ) as client:
-            for name, attempt in ATTEMPTS.items():
-                statuses[name] = _status(lambda attempt=attempt: attempt(client, run, node, new_key))
-        return statuses
-
-    def at_its_own_interface(self, run: int, node: int) -> int:
-        """The HTTP status of a request that a site may make in the name of its node: to describe a run."""
-        with FleetHttpClient.from_server_address(
-            self._address, False, self._certificate, interceptors=self._interceptors
-        ) as client:
-            return _status(lambda: client.GetRun(GetRunRequest(node=Node(node_id=node), run_id=run)))
-
-    def post(self, path: str) -> int:
-        """The HTTP status of an empty request to a path, which is sent as it stands."""
-        with httpx.Client(verify=self._certificate) as client:
-            url = httpx.URL(f"https://{self._address}").copy_with(raw_path=path.encode())
-            return client.post(url).status_code
-
-
-def _status(call: Callable[[], object]) -> int:
-    try:
-        call()
-    except httpx.HTTPStatusError as error:
-        return error.response.status_code
-    return 200
+def post(port: int, certificate: Path, path: str, size: int = 0) -> int:
+    """The HTTP status of a request of `size` bytes to a path, which is sent as it stands."""
+    with httpx.Client(verify=ssl.create_default_context(cafile=certificate)) as client:
+        url = httpx.URL(f"https://localhost:{port}").copy_with(raw_path=path.encode())
+        try:
+            return client.post(url, content=bytes(size)).status_code
+        except httpx.TransportError:
+            return 413  # the connection was closed before the answer could be read
 
 
 def end_by_sigterm_with_parent() -> None:
@@ -182,10 +123,6 @@ class Members:
     def status(self, run: str) -> str:
         return str(self.flwr("list", "consortium", "--run-id", run)["runs"][0]["status"])
 
-    def nodes(self) -> set[int]:
-        """The ids of the registered keys' nodes."""
-        return {int(node["node-id"]) for node in self.flwr("supernode", "list", "consortium")["nodes"]}
-
     def wait_for(self, member: str, text: str) -> None:
         """Wait until a member has printed a text."""
 
@@ -221,33 +158,25 @@ def members(tmp_path, fedssl) -> Iterator[Members]:
 
 
 def require_reverse_proxy(members: Members, run: str) -> None:
-    """A site's key opens none of the operator's interfaces, not even when nginx has been killed and starts again.
+    """No site reaches the operator's interfaces, not even when nginx has been killed and starts again.
 
     The same requests are answered at the SuperLink's own port, which listens on this machine alone.
     """
-    consortium = members.consortium
-    files = (consortium / "hospital-a" / "ca.crt", consortium / "hospital-a" / "site.key")
-    nodes = members.nodes()
-    new_key = public_key_to_bytes(generate_key_pairs()[1])
-    site = SiteAttempts(f"localhost:{members.port}", *files)
+    certificate = members.consortium / "hospital-a" / "ca.crt"
 
     def require_refusals() -> None:
-        assert sorted(site.at_its_own_interface(int(run), node) for node in nodes) == [200, 401]  # its own node alone
-        statuses = site.at_the_operators_interface(int(run), min(nodes), new_key)
-        assert statuses == dict.fromkeys(ATTEMPTS, 403), statuses
-        assert {site.post(path) for path in DISGUISED} == {403}
-        assert members.nodes() == nodes
+        assert {post(members.port, certificate, path) for path in OPERATORS} == {403}
+        assert post(members.port, certificate, "/v1/fleet/push-object", 2**25) == 413
         assert members.status(run) == "running"
 
     require_refusals()
-    os.kill(int((consortium / "server" / "nginx.pid").read_text()), signal.SIGKILL)
+    os.kill(int((members.consortium / "server" / "nginx.pid").read_text()), signal.SIGKILL)
     members.wait_for("server", "the reverse proxy (nginx) has ended and is started again")
     poll(lambda: is_listening(members.port), "the reverse proxy listens again")
     require_refusals()
     assert listening_addresses(members.internal_port) == {"0100007F"}  # 127.0.0.1
-    behind = SiteAttempts(f"localhost:{members.internal_port}", *files)
-    assert behind.at_the_operators_interface(0, 0, b"")["list the runs"] == 200
-    assert {behind.post(path) for path in DISGUISED} != {403}
+    assert 403 not in {post(members.internal_port, certificate, path) for path in OPERATORS[:3]}
+    assert post(members.internal_port, certificate, "/v1/fleet/push-object", 2**25) == 413
 
 
 def listening_addresses(port: int) -> set[str]:
@@ -258,6 +187,8 @@ def listening_addresses(port: int) -> set[str]:
     }
 
 
+@needs_tools
+@needs_nginx
 def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     # the coordinator
     text = members.fedssl("provision", "--example")
@@ -307,3 +238,100 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     poll(lambda: not marked(f"{members.folder}/"), "everything that the start scripts started has ended")
     assert not is_listening(members.port)
     assert not is_listening(members.internal_port)
+
+
+# The configuration of nginx
+
+
+@needs_tools
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_nginx_accepts_the_configuration(host, tmp_path):
+    folder = tmp_path / "a folder {with} #signs;"
+    make_authority(folder)
+    path = write_reverse_proxy(folder, free_port(), host, 8001)
+    done = subprocess.run(["nginx", "-t", "-c", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warn" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("folder", "port", "host", "message"),
+    [
+        ("a", 8000, "0.0.0.0", "the SuperLink must listen on this machine alone, but --host is 0.0.0.0"),
+        ("a", 8000, "fed.example.org", "on this machine alone, but --host is fed.example.org"),
+        ("a", 8001, "127.0.0.1", "--reverse-proxy and --port are both 8001: give the reverse proxy a port of its own"),
+        ("$a", 8000, "127.0.0.1", r"nginx cannot read the folder's name '.*\$a': use one without quotes"),
+    ],
+)
+def test_a_reverse_proxy_that_would_not_protect_is_refused(folder, port, host, message, tmp_path):
+    (tmp_path / folder).mkdir()
+    with pytest.raises(UserError, match=message):
+        write_reverse_proxy(tmp_path / folder, port, host, 8001)
+    assert not list((tmp_path / folder).iterdir())
+
+
+# The server's start script, with a stand-in for each command
+
+#: like nginx, which starts a worker; all write their process ids
+NGINX = '#!/bin/sh\nsleep 1000 &\necho "$! $$" >> nginx.pids\nwait\n'
+BROKEN_NGINX = "#!/bin/sh\necho broken >> nginx.pids\nexit 1\n"
+FEDSSL = '#!/bin/sh\n[ "$1" = superlink ] || exit 0\necho $$ > superlink.pids\nexec sleep 1000\n'
+
+
+@pytest.fixture
+def start(provisioned, tmp_path) -> Iterator[Callable[[str], subprocess.Popen]]:
+    """Start the server's script with a stand-in for nginx."""
+    server, commands, started = provisioned() / "server", tmp_path / "bin", []
+
+    def run(nginx: str) -> subprocess.Popen:
+        commands.mkdir()
+        for name, text in (("nginx", nginx), ("fedssl", FEDSSL)):
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o700)
+        path = f"{commands}:{os.environ.get('PATH', os.defpath)}"
+        with open(server / "log", "w") as log:
+            process = subprocess.Popen(["./start.sh"], cwd=server, env=os.environ | {"PATH": path}, stderr=log)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.terminate()
+        process.wait()
+    for pid in (pid for name in ("nginx", "superlink") for pid in processes(server, name)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes(server: Path, name: str) -> list[int]:
+    """The process ids that a stand-in wrote and that still run."""
+    file = server / f"{name}.pids"
+    pids = [int(word) for word in file.read_text().split() if word.isdigit()] if file.exists() else []
+    states = [Path(f"/proc/{pid}/stat") for pid in pids]
+    return [pid for pid, stat in zip(pids, states, strict=True) if stat.exists() and ") Z" not in stat.read_text()]
+
+
+def test_a_reverse_proxy_that_cannot_start_ends_the_server(start, provisioned):
+    server = provisioned() / "server"
+    assert start(BROKEN_NGINX).wait() == 1
+    assert (server / "nginx.pids").read_text().split() == ["broken"] * 6
+    assert "has ended 5 times and is not started again: see nginx.log" in (server / "log").read_text()
+    assert processes(server, "superlink") == []
+
+
+def test_a_killed_reverse_proxy_starts_again_without_its_old_workers_and_ends_with_the_superlink(start, provisioned):
+    server = provisioned() / "server"
+    script, first = start(NGINX), []
+
+    def starts() -> bool:
+        running = processes(server, "nginx")
+        return len(running) == 2 and not set(running) & set(first) and processes(server, "superlink") != []
+
+    poll(starts, "both start")
+    first += processes(server, "nginx")
+    os.kill(first[1], signal.SIGKILL)  # the worker comes first
+    poll(starts, "the reverse proxy starts again, and its old worker has ended")
+    os.kill(*processes(server, "superlink"), signal.SIGTERM)
+    assert script.wait() != 0
+    poll(lambda: processes(server, "nginx") == [], "all have ended")

@@ -11,6 +11,7 @@ import pytest
 
 from fedssl.engines.observers import Observer
 from fedssl.run_folder.directory import MetricRow, RunDirectory
+from tests.fedssl.killed_runs import Killed
 
 #: what makes the tiny recipe's run take half the time
 SMALL = {
@@ -44,27 +45,12 @@ def metric(path: Path, name: str, round_number: int) -> dict[str, float]:
     return {who: v for r, who, m, v in RunDirectory.open(path).read_metrics() if m == name and r == round_number}
 
 
-class Stopped(BaseException):
-    """Stands for SIGKILL: no handler of the code under test may catch it."""
-
-
-class StopsInRoundTwo(Observer):
-    """Stops a run when a client of the second round is about to begin: the second one unless told otherwise."""
-
-    def __init__(self, position: int = 1) -> None:
-        self.position = position
-
-    def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
-        if (round_number, position) == (2, self.position):
-            raise Stopped
-
-
 class StopsAfterRoundOne(Observer):
     """Stops a run when its first round is committed."""
 
     def round_ended(self, round_number: int, rows: list[MetricRow]) -> None:
         if round_number == 1:
-            raise Stopped
+            raise Killed
 
 
 @contextmanager
@@ -74,10 +60,10 @@ def stopped_before_commit(number: int) -> Iterator[None]:
 
     def commit_or_stop(directory: RunDirectory, round_number: int, *arguments, **keys) -> None:
         if round_number == number:
-            raise Stopped
+            raise Killed
         commit(directory, round_number, *arguments, **keys)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunDirectory, "commit", commit_or_stop)
-        with pytest.raises(Stopped):
+        with pytest.raises(Killed):
             yield

@@ -17,7 +17,7 @@ from fedssl.errors import UserError
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import MetricRow, RunDirectory
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.engines.short_runs import contents
+from tests.fedssl.engines.short_runs import SMALL, contents
 from website.repository_files import ROOT
 
 PAGE = ROOT / "docs" / "log_elsewhere.md"
@@ -55,34 +55,23 @@ class Recorder(Observer):
 
 @pytest.fixture(scope="module")
 def recipe(tiny) -> Recipe:
-    return tiny(**AVERAGED, rounds=3, evaluation={"neighbors": 3, "linear": {"epochs": 1}})
-
-
-@pytest.fixture
-def undisturbed(recipe, finished) -> Path:
-    return finished(recipe)
-
-
-def test_a_round_is_committed_before_it_is_told_with_the_rows_of_metrics_csv(recipe, tmp_path):
-    recorder = Recorder()
-    directory = run(recipe, tmp_path / "run", recorder)
-    assert recorder.began == [(recipe.name, tmp_path / "run", 0)]
-    assert recorder.rounds == recorder.committed == [0, 1, 2, 3]
-    assert recorder.rows == directory.read_metrics()
-    assert recorder.ended == [True]
-    resume(tmp_path / "run", recorder)  # finished: nothing is left to be told
-    assert len(recorder.began) == len(recorder.ended) == 1
+    return tiny(**AVERAGED | SMALL, rounds=3)
 
 
 @pytest.mark.parametrize("fails_after", [1, 3])
 def test_a_failing_observer_loses_no_round_and_a_resumed_run_tells_where_it_continues(
-    fails_after, recipe, undisturbed, tmp_path
+    fails_after, recipe, finished, tmp_path
 ):
-    """By the library's functions; after its last round a run is finished, and its observers are told so."""
+    """By the library's functions; after its last round a run is finished, and its observers are told so.
+
+    A round is committed before it is told, with the rows of metrics.csv.
+    """
     path, failing, after = tmp_path / "run", Recorder(fails_after), Recorder()
     with pytest.raises(ConnectionError, match="the server of the logs is down"):
         fedssl.run(recipe, path, observers=[failing, after])
     assert RunDirectory.open(path).checkpoint.round == fails_after
+    assert failing.began == [(recipe.name, path, 0)]
+    assert failing.committed == failing.rounds
     assert failing.ended == after.ended == [fails_after == 3]
     assert failing.rounds == [*after.rounds, fails_after] == list(range(fails_after + 1))
     resumed = Recorder()
@@ -91,7 +80,7 @@ def test_a_failing_observer_loses_no_round_and_a_resumed_run_tells_where_it_cont
     assert resumed.began == [(recipe.name, path, 2)] * (fails_after == 1)
     assert resumed.rounds == list(range(fails_after + 1, 4))
     assert failing.rows + resumed.rows == rows
-    assert contents(path) == contents(undisturbed)
+    assert contents(path) == contents(finished(recipe))
     assert scalars(path) == [(number, f"{metric}/{who}", value) for number, who, metric, value in rows]
 
 
@@ -108,7 +97,6 @@ def test_all_that_have_begun_are_ended(recipe, tmp_path):
     assert first.ended == second.ended == [False]
     assert third.ended == []
     assert RunDirectory.open(tmp_path / "run").checkpoint.round == -1
-    assert resume(tmp_path / "run").checkpoint.finished
 
 
 MINE = "from fedssl import Observer\nclass Mine(Observer):\n    pass\n"
@@ -118,7 +106,7 @@ MINE = "from fedssl import Observer\nclass Mine(Observer):\n    pass\n"
     ("name", "text", "message"),
     [
         ("missing.py", None, r"an observer is an existing \.py file with one subclass of fedssl\.Observer, got "),
-        ("mine.txt", MINE, r"an observer is an existing \.py file .*mine\.txt"),
+        ("mine.txt", MINE, r"an observer is an existing \.py file "),
         ("mine.py", "x = 1\n", r"mine\.py must define exactly one subclass of Observer, got 0"),
         ("two.py", f"{MINE}class Other(Observer): pass\n", "two.py must define exactly one subclass .*, got 2"),
         ("broken.py", "import nothing_of_that_name\n", r"broken\.py could not be imported: ModuleNotFoundError"),
@@ -136,9 +124,8 @@ def test_an_observer_that_reaches_no_server_is_named_and_the_round_is_kept(recip
     """The class Observer, which the file imports, is not taken for the file's own."""
     method = "def round_ended(self, number, rows):\n        raise ConnectionError('no route to host')"
     (tmp_path / "mine.py").write_text(MINE.replace("pass", method))
-    with pytest.raises(
-        UserError, match=r"the observer .*mine\.py, round_ended failed: ConnectionError: no route to host"
-    ):
+    failure = r"the observer .*mine\.py, round_ended failed: ConnectionError: no route to host"
+    with pytest.raises(UserError, match=failure):
         run(recipe, tmp_path / "run", load_observer(tmp_path / "mine.py"))
     assert RunDirectory.open(tmp_path / "run").checkpoint.round == 0
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.forkserver
 from typing import Any
 
 import pytest
 import torch
 
+from fedssl.engines import workers
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
@@ -16,20 +16,15 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from tests.fedssl.engines.short_runs import Stopped, StopsInRoundTwo, results
+from tests.fedssl.engines.short_runs import results
+from tests.fedssl.killed_runs import Killed, KilledIn
 
-ORCHESTRA: dict[str, Any] = {
-    "objective": {"name": "orchestra", "clusters": 8, "memory": 16, "features": 8},
-    "aggregators": ["weighted_mean", {"name": "orchestra_clusters", "local_clusters": 4, "steps": 2}],
-    "local_update": "replace",
-}
 METHODS: dict[str, dict[str, Any]] = {
     "fedbyol": AVERAGED,
     "hetero_ssfl": ALIGNED,
-    "fedu2": FEDU2 | {"client_states": "memory"},
+    "fedu2": FEDU2
+    | {"client_states": "memory", "training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}},
     "lw_fedssl": LW_FEDSSL,
-    "orchestra": ORCHESTRA,
-    "bfloat16": AVERAGED | {"training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}},
 }
 #: three of four clients a round on two workers: a worker gets clients that it has not had before
 FEW: dict[str, Any] = {
@@ -46,20 +41,11 @@ def test_two_clients_at_a_time_give_the_same_run(method, finished, noisy, tmp_pa
     assert multiprocessing.active_children() == []
 
 
-def test_workers_that_are_spawned_give_the_same_run(finished, noisy, tmp_path, monkeypatch):
-    """As on macOS and Windows, which have no server to fork from: each worker imports everything itself."""
-    methods = []
-
-    def only_spawn() -> list[str]:
-        methods.append("spawn")
-        return ["spawn"]
-
-    monkeypatch.setattr(multiprocessing, "get_all_start_methods", only_spawn)
-    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: pytest.fail("the fork server is used"))
-    run(noisy(**FEW | ALIGNED, clients_parallel=2), tmp_path / "spawned")
-    assert methods
-    assert results(tmp_path / "spawned") == results(finished(noisy(**FEW | ALIGNED)))
-    assert multiprocessing.active_children() == []
+def test_workers_are_spawned_where_there_is_no_server_to_fork_from(monkeypatch):
+    """What a worker is given is pickled in both cases."""
+    assert workers._process_context().get_start_method() == "forkserver"
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
+    assert workers._process_context().get_start_method() == "spawn"
 
 
 def test_the_order_in_which_clients_are_ready_leaves_no_trace_in_the_folder(tmp_path):
@@ -84,15 +70,14 @@ class CountsWorkers(Observer):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "workers", "method"),
-    [(2, 1, {0}, "fedbyol"), (1, 2, {2}, "bfloat16"), (2, None, {2}, "fedbyol")],
+    ("before", "after", "count", "method"), [(2, 1, 0, "fedbyol"), (1, 2, 2, "fedu2"), (2, None, 2, "fedbyol")]
 )
-def test_a_run_resumes_with_other_clients_at_a_time(before, after, workers, method, finished, noisy, tmp_path):
-    with pytest.raises(Stopped):
-        run(noisy(**FEW | METHODS[method], clients_parallel=before), tmp_path / "a", StopsInRoundTwo(0))
+def test_a_run_resumes_with_other_clients_at_a_time(before, after, count, method, finished, noisy, tmp_path):
+    with pytest.raises(Killed):
+        run(noisy(**FEW | METHODS[method], clients_parallel=before), tmp_path / "a", KilledIn(2, 0))
     recipe, progress = (tmp_path / "a/recipe.yaml").read_bytes(), CountsWorkers()
     resume(tmp_path / "a", progress, clients_parallel=after)
-    assert progress.counts == workers
+    assert progress.counts == {count}
     assert results(tmp_path / "a") == results(finished(noisy(**FEW | METHODS[method])))
     assert (tmp_path / "a/recipe.yaml").read_bytes() == recipe
 

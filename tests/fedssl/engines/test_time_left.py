@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -16,10 +16,10 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observers
 from fedssl.engines.progress import ProgressBars
 from fedssl.engines.time_left import TimeLeft, format_duration, past_seconds
-from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import FEDU2
-from tests.fedssl.engines.short_runs import Stopped, StopsAfterRoundOne
+from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.engines.short_runs import StopsAfterRoundOne
+from tests.fedssl.killed_runs import Killed
 
 
 @dataclass
@@ -30,49 +30,43 @@ class Clock:
         return self.now
 
 
-@dataclass
-class Timetable:
-    """A run that trains 20 images a second and evaluates in the rounds and the seconds given here."""
+IMAGES = (100, 2000, 300)  # of the clients of each of six rounds, at 20 a second
+ROUNDS = 6
+Shown = tuple[str, float | None, float, float | None]
 
-    rounds: int = 6
-    images: tuple[int, ...] = (100, 2000, 300)
-    evaluations: Mapping[int, float] = field(default_factory=dict)
 
-    def training(self, clients: slice = slice(None)) -> float:
-        return sum(self.images[clients]) / 20
+def follow(evaluations: Mapping[int, float], first: int = 0) -> Iterator[Shown]:
+    """Each event of a run with the time left as estimated, as it is, and the images a second.
 
-    def seconds(self, number: int) -> float:
-        return (self.training() if number else 0.0) + self.evaluations.get(number, 0.0)
+    `evaluations` has the seconds of each, by round.
+    """
+    clock = Clock()
+    estimate = TimeLeft(clock)
+    seconds = {n: sum(IMAGES) / 20 * (n > 0) + evaluations.get(n, 0.0) for n in range(ROUNDS + 1)}
+    estimate.start(first, ROUNDS, list(evaluations), {number: seconds[number] for number in range(first)})
+    end = clock.now + sum(seconds[number] for number in range(first, ROUNDS + 1))
 
-    def follow(self, first: int = 0) -> Iterator[tuple[str, float | None, float, float | None]]:
-        """Each event with the time left as estimated, as it is, and the images a second."""
-        clock = Clock()
-        estimate = TimeLeft(clock)
-        past = {number: self.seconds(number) for number in range(first)}
-        estimate.start(first, self.rounds, list(self.evaluations), past)
-        end = clock.now + sum(self.seconds(number) for number in range(first, self.rounds + 1))
+    def shown(event: str) -> Shown:
+        return event, estimate.seconds(), end - clock.now, estimate.images_per_second()
 
-        def shown(event: str) -> tuple[str, float | None, float, float | None]:
-            return event, estimate.seconds(), end - clock.now, estimate.images_per_second()
-
-        yield shown("start")
-        for number in range(first, self.rounds + 1):
-            if number:
-                estimate.training(number, self.images)
-                yield shown(f"training {number}")
-                for position, images in enumerate(self.images):
-                    estimate.clients_done(position)
-                    yield shown(f"client {number}/{position}")
-                    clock.now += images / 20
-            if number in self.evaluations:
-                estimate.evaluating(number)
-                yield shown(f"evaluating {number}")
-                clock.now += self.evaluations[number] / 2
-                estimate.clients_done(1)  # an engine may tell of clients here, too
-                yield shown(f"evaluating client 1 in round {number}")
-                clock.now += self.evaluations[number] / 2
-            estimate.round_done()
-            yield shown(f"done {number}")
+    yield shown("start")
+    for number in range(first, ROUNDS + 1):
+        if number:
+            estimate.training(number, IMAGES)
+            yield shown(f"training {number}")
+            for position, images in enumerate(IMAGES):
+                estimate.clients_done(position)
+                yield shown(f"client {number}/{position}")
+                clock.now += images / 20
+        if number in evaluations:
+            estimate.evaluating(number)
+            yield shown(f"evaluating {number}")
+            clock.now += evaluations[number] / 2
+            estimate.clients_done(1)  # an engine may tell of clients here, too
+            yield shown(f"evaluating client 1 in round {number}")
+            clock.now += evaluations[number] / 2
+        estimate.round_done()
+        yield shown(f"done {number}")
 
 
 EVERY_OTHER = {0: 50.0, 2: 7.0, 4: 7.0, 6: 50.0}
@@ -82,7 +76,7 @@ SAME = dict.fromkeys(EVERY_OTHER, 50.0)
 @pytest.mark.parametrize(("evaluations", "measured"), [(SAME, "client 1/1"), (EVERY_OTHER, "done 2")])
 def test_speed_and_time_are_known_from_the_first_client_on(evaluations, measured):
     """A short evaluation is taken for a long one until it was measured."""
-    events = list(Timetable(evaluations=evaluations).follow())
+    events = list(follow(evaluations))
     names = [name for name, *_ in events]
     known = names.index("client 1/1")
     assert all(left is None and rate is None for _, left, _, rate in events[:known])
@@ -96,7 +90,7 @@ def test_speed_and_time_are_known_from_the_first_client_on(evaluations, measured
 def test_a_resumed_run_knows_from_its_earlier_rounds(first, every):
     """Where every round was evaluated, an evaluation cannot be told from training until one was measured."""
     evaluations = {0: 50.0} | {n: 7.0 for n in range(1, 6) if every and n % every == 0} | {6: 50.0}
-    for name, left, truth, _ in Timetable(evaluations=evaluations).follow(first):
+    for name, left, truth, _ in follow(evaluations, first):
         assert left == pytest.approx(truth, abs=7.0 if every == 1 else 1e-6), name
 
 
@@ -123,33 +117,34 @@ def test_rounds_that_differ(rounds, evaluations, done, left, speed):
     assert estimate.images_per_second() == (speed and pytest.approx(speed))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (9000, "2.5 h")]
-)
-def test_durations(seconds, text):
-    assert format_duration(seconds) == text
+def test_durations():
+    shown = {0.4: "0 s", 89: "89 s", 90: "2 min", 5399: "90 min", 9000: "2.5 h"}
+    assert {seconds: format_duration(seconds) for seconds in shown} == shown
 
 
 # What is shown
 
 
 def lines(bars: ProgressBars) -> list[str]:
-    assert isinstance(bars.console.file, io.StringIO)
     return bars.console.file.getvalue().splitlines()
 
 
-def bars_on(console: Console, clock: Clock, recipe: Recipe, folder: Path) -> ProgressBars:
-    """The bars of a run that begins in a new folder."""
-    RunDirectory.create(folder, {"recipe.yaml": ""})
-    bars = ProgressBars(console, clock)
-    bars.run_began(recipe, folder, 0)
-    return bars
+@pytest.fixture
+def bars_on(tiny, tmp_path) -> Callable[..., ProgressBars]:
+    """The bars of a run of so many rounds that begins in a new folder."""
+
+    def begun(rounds: int, clock: Clock, **console: Any) -> ProgressBars:
+        RunDirectory.create(tmp_path / "new", {"recipe.yaml": ""})
+        bars = ProgressBars(Console(file=io.StringIO(), width=160, **console), clock)
+        bars.run_began(tiny(rounds=rounds), tmp_path / "new", 0)
+        return bars
+
+    return begun
 
 
-def test_a_line_a_round_tells_speed_and_time_left(tiny, tmp_path):
+def test_a_line_a_round_tells_speed_and_time_left(bars_on):
     clock = Clock()
-    console = Console(file=io.StringIO(), width=120, force_terminal=False)
-    bars = bars_on(console, clock, tiny(rounds=2), tmp_path / "new")
+    bars = bars_on(2, clock, force_terminal=False)
     bars.evaluation_began(0)
     clock.now += 10
     bars.round_ended(0, [(0, "0", "knn", 20.0), (0, "global", "knn", 30.0)])
@@ -170,15 +165,14 @@ def test_a_line_a_round_tells_speed_and_time_left(tiny, tmp_path):
     ]
 
 
-def test_on_a_terminal_the_time_left_counts_down_between_events(tiny, tmp_path):
+def test_on_a_terminal_the_time_left_counts_down_between_events(bars_on):
     clock = Clock()
-    console = Console(file=io.StringIO(), width=160, force_terminal=True, legacy_windows=False)
-    bars = bars_on(console, clock, tiny(rounds=3), tmp_path / "new")
+    bars = bars_on(3, clock, force_terminal=True, legacy_windows=False)
 
     def shown(seconds: float) -> list[str]:
         clock.now += seconds
-        with console.capture() as text:
-            console.print(bars.bars.get_renderable())
+        with bars.console.capture() as text:
+            bars.console.print(bars.bars.get_renderable())
         return text.get().splitlines()
 
     for number in (1, 2):
@@ -202,16 +196,16 @@ def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path):
     """And the engine tells them of images, evaluations and earlier rounds."""
     path, speed = tmp_path / "run", r"[\d.,]+ images/s"
     training, evaluation = {"local_epochs": 2, "batch_size": 8}, {"every": 2, "neighbors": 3, "linear": {"epochs": 1}}
+    recipe = tiny(**AVERAGED, rounds=3, training=training, evaluation=evaluation)
     bars, before = recording()
-    recipe = tiny(**FEDU2, rounds=3, training=training, evaluation=evaluation)
-    with pytest.raises(Stopped):
+    with pytest.raises(Killed):
         run(recipe, path, Observers([bars, StopsAfterRoundOne()]))
     start, first = lines(bars)
     assert re.fullmatch(r"round 0/3  knn [\d.]+", start)
     assert re.fullmatch(rf"round 1/3  loss \S+  {speed}  \d+ (s|min) left", first)
-
     bars, after = recording()
-    directory = resume(path, bars)
+    past = past_seconds(resume(path, bars))
+    assert list(past) == [0, 1, 2, 3]
     second, third = lines(bars)
     assert re.fullmatch(rf"round 2/3  loss .*  {speed}  \d+ (s|min) left", second)
     assert re.fullmatch(rf"round 3/3  loss .*  {speed}", third)
@@ -220,8 +214,6 @@ def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path):
     images = [2 * (count // 8) * 8 for count in counts]
     assert before.training.mock_calls + after.training.mock_calls == [call(number, images) for number in (1, 2, 3)]
     assert before.evaluating.mock_calls + after.evaluating.mock_calls == [call(0), call(2), call(3)]
-    past = past_seconds(directory)
-    assert list(past) == [0, 1, 2, 3]
     assert before.start.mock_calls == [call(0, 3, [0, 2, 3], {})]
     assert after.start.mock_calls == [call(2, 3, [0, 2, 3], {number: past[number] for number in (0, 1)})]
 
@@ -233,10 +225,9 @@ def test_nothing_is_trained_where_the_schedule_trains_nothing(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "round,seconds\n1\n", "round,time\n1,2\n", "round,seconds\none,2\n", "\xff", "round,seconds\n1,nan\n2,-1\n"],
+    "text", ["", "round,seconds\n1\n", "round,time\n1,2\n", "\xff", "round,seconds\n1,nan\n2,-1\n"]
 )
 def test_a_damaged_file_of_timings_counts_as_none(tmp_path, text):
     directory = RunDirectory.create(tmp_path / "run", {"recipe.yaml": ""})
-    (tmp_path / "run" / "timings.csv").write_bytes(text.encode("latin-1"))
+    (directory.path / "timings.csv").write_bytes(text.encode("latin-1"))
     assert past_seconds(directory) == {}

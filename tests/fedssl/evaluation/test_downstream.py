@@ -78,12 +78,10 @@ def test_a_run_and_its_export_on_other_data(finished_run, other_data):
     assert not (path / "evaluation.csv").exists()
 
 
-def test_what_cannot_be_evaluated_is_refused(finished_run, other_data, tmp_path):
+def test_what_cannot_be_evaluated_is_refused(finished_run, tmp_path):
     path, encoder = finished_run
     with pytest.raises(UserError, match=r"is an exported encoder, which names no data: give --data"):
         evaluate_export(encoder, None)
-    with pytest.raises(UserError, match="not a run's folder"):
-        evaluate_run(tmp_path, data=DataOptions(name="npz", path=other_data))
     with pytest.raises(UserError, match="there is no file"):
         evaluate_export(encoder, data=DataOptions(name="npz", path=tmp_path / "nothing.npz"))
     with pytest.raises(UserError, match="no validation split"):
@@ -168,9 +166,8 @@ def test_a_table_has_columns_of_other_data():
 def test_data_on_the_command_line():
     options = parse_data("name=npz,path=a,b.npz,train_limit=5")
     assert (options.name, str(options.path), options.train_limit) == ("npz", "a,b.npz", 5)
-    for text, message in (("name=digts", "name: input should be"), ("x=[", "is not YAML")):
-        with pytest.raises(UserError, match=message):
-            parse_data(text)
+    with pytest.raises(UserError, match="is not YAML"):
+        parse_data("x=[")
 
 
 # A supervised run's own classifier
@@ -208,16 +205,11 @@ def test_other_data_have_other_classes_and_self_supervised_models_no_classifier(
     assert "classifier" not in evaluate_model(byol, dataset, EvaluationOptions(neighbors=5), 0, linear=False)[0]
 
 
-def test_a_run_reports_it_globally_or_per_client_and_it_learns(tiny, tmp_path):
-    training = {"local_epochs": 10, "batch_size": 8}
+def test_a_run_reports_it_and_it_learns(tiny, tmp_path):
+    training = {"local_epochs": 5, "batch_size": 8}
     averaged = in_process.run(tiny(**SUPERVISED, training=training), tmp_path / "averaged")
     found = {(n, who): v for n, who, metric, v in averaged.read_metrics() if metric == "classifier"}
     assert set(found) == {(0, "global"), (2, "global")}
     assert found[2, "global"] > found[0, "global"] + 20
     header = evaluate_run(tmp_path / "averaged").read_text().splitlines()[0]
     assert "classifier" in header.split(",")
-    other = evaluate_run(tmp_path / "averaged", data=DataOptions(name="digits", train_limit=50, test_limit=20))
-    assert "classifier" not in other.read_text()
-
-    rows = in_process.run(tiny(objective="supervised"), tmp_path / "alone").read_metrics()
-    assert {who for n, who, m, _ in rows if m == "classifier" and n == 2} == {"0", "1", "2", "mean"}

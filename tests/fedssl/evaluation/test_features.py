@@ -43,13 +43,6 @@ def test_features_leave_the_encoder_as_it_was(encoder):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_features_can_be_trained_on(encoder):
-    features = extract_features(encoder, bright_quarters(4)[0])
-    layer = nn.Linear(8, 2)
-    layer(features).sum().backward()
-    torch.testing.assert_close(layer.weight.grad[0], features.sum(dim=0))
-
-
 def test_representations_that_are_not_finite_are_an_error(encoder):
     with torch.no_grad():
         encoder.layers[1].weight[0, 0] = torch.nan

@@ -74,7 +74,7 @@ def test_a_subset_takes_the_fraction_of_every_class_and_at_least_one():
     assert labeled_subset(torch.tensor([1, 0, 0, 2]), 1.0, torch.Generator()).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan")])
+@pytest.mark.parametrize("fraction", [0.0, 1.01, float("nan")])
 def test_a_fraction_out_of_range_is_refused(encoder, fraction):
     with pytest.raises(UserError, match="fraction: expected above 0 and at most 1"):
         accuracy(encoder, fraction=fraction)
@@ -103,8 +103,7 @@ def test_the_learning_rate_rises_for_ten_epochs_and_falls_as_a_cosine():
     options = FineTuneOptions()
     factors = [learning_rate_factor(step, 3, options.epochs, options.warmup_epochs) for step in range(120)]
     assert factors[:3] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
-    assert factors[29] == 1.0
-    assert factors[30] == 1.0
+    assert factors[29] == factors[30] == 1.0
     assert factors[75] == pytest.approx(0.5)
     assert factors[119] == pytest.approx(0.5 * (1 + np.cos(np.pi * 89 / 90)))
     assert all(a < b for a, b in pairwise(factors[:30]))
@@ -114,7 +113,7 @@ def test_the_learning_rate_rises_for_ten_epochs_and_falls_as_a_cosine():
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_every_protocol_learns_from_few_labels(encoder, name):
     warmup = {"warmup_epochs": 1} if name == "lw_fedssl" else {}
-    assert accuracy(encoder, fraction=0.5, name=name, epochs=40, batch_size=16, augmentation="none", **warmup) > 60
+    assert accuracy(encoder, fraction=0.5, name=name, epochs=20, batch_size=16, augmentation="none", **warmup) > 60
 
 
 @pytest.mark.parametrize(
@@ -141,15 +140,12 @@ def test_it_equals_plain_sgd_on_the_whole_network(monkeypatch, name, rates, nest
 
     network = nn.Sequential(copy.deepcopy(encoder), layers[0]).train()
     inputs = (images.float() / 255 - 0.5) / 0.25
-    velocity = [torch.zeros_like(parameter) for parameter in network.parameters()]
-    rate_of = [rates[0]] * 4 + [rates[1]] * 2
+    groups = [{"params": part.parameters(), "lr": rate} for part, rate in zip(network, rates, strict=True)]
+    optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=nesterov)
     for _ in range(4):
-        network.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(network(inputs), labels).backward()
-        with torch.no_grad():  # as torch defines it: v = 0.9 v + g, a step along v, with Nesterov along g + 0.9 v
-            for parameter, v, rate in zip(network.parameters(), velocity, rate_of, strict=True):
-                v.mul_(0.9).add_(parameter.grad)
-                parameter -= rate * (parameter.grad + 0.9 * v if nesterov else v)
+        optimizer.step()
     for own, expected in zip(got.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5)
 
@@ -182,7 +178,7 @@ def test_labelled_images_are_cropped_and_mirrored_or_left_as_they_are():
     assert images.min() <= cropped.min() < cropped.max() <= images.max()
 
 
-@pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1] * 5), (2, [2, 2, 1]), (4, [4, 1])])
+@pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1] * 5), (2, [2, 2, 1])])
 def test_a_batch_of_one_image_takes_the_running_statistics(batch_size, sizes):
     """BatchNorm refuses those of one image."""
     images, labels = bright_quarters(5)
@@ -234,12 +230,9 @@ def test_scores_by_hand():
     labels = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     predicted = torch.tensor([0, 0, 0, 1, 1, 2, 1, 1])
     scores = classification_scores(predicted, labels)
-    precision, recall = [3 / 3, 1 / 4, 0 / 1], [3 / 4, 1 / 2, 0.0]
-    f1 = [2 * p * r / (p + r) if p + r else 0.0 for p, r in zip(precision, recall, strict=True)]
-    assert scores["accuracy"] == pytest.approx(100 * 4 / 8)
-    assert scores["precision"] == pytest.approx(100 * sum(precision) / 3)
-    assert scores["recall"] == scores["per_class_accuracy"] == pytest.approx(100 * sum(recall) / 3)
-    assert scores["f1"] == pytest.approx(100 * sum(f1) / 3)
+    precision, recall, f1 = (3 / 3 + 1 / 4 + 0) / 3, (3 / 4 + 1 / 2 + 0) / 3, (6 / 7 + 1 / 3 + 0) / 3
+    assert list(scores) == SCORES
+    assert list(scores.values()) == pytest.approx([50, 100 * recall, 100 * precision, 100 * recall, 100 * f1])
     # a class without test images does not count
     scores = classification_scores(torch.tensor([0, 2, 1]), torch.tensor([0, 0, 1]))
     assert (scores["recall"], scores["precision"]) == pytest.approx((75.0, 100.0))
@@ -249,7 +242,6 @@ def test_it_learns_from_the_split_that_is_named(encoder):
     options = FineTuneOptions(epochs=12, warmup_epochs=2, batch_size=32, learning_rate=0.02, rand_augment=False)
     right = fine_tuned_scores(encoder, quarters(), options.model_copy(update={"images": "validation"}), 0)
     wrong = fine_tuned_scores(encoder, quarters(), options, 0)
-    assert list(right) == SCORES
     assert right["accuracy"] > 85
     assert wrong["accuracy"] < 15
 
@@ -295,20 +287,19 @@ def test_a_models_evaluation_follows_the_named_protocol(encoder):
     assert metrics["semi_supervised_0.5"] != semi_supervised_accuracy(*given, SemiSupervisedOptions(epochs=2), 3)
 
 
-@pytest.mark.parametrize(("x", "y"), [("x_{}", "y_{}"), ("{}_images", "{}_labels")])
-def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path, x, y):
-    images = np.random.default_rng(0).integers(0, 256, (24, 8, 8), dtype=np.uint8)
+def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (18, 8, 8), dtype=np.uint8)
     arrays = {}
-    for name, rows in {"train": slice(0, 12), "val": slice(12, 18), "test": slice(18, 24)}.items():
-        arrays |= {x.format(name): images[rows], y.format(name): (np.arange(24) % 3)[rows, None]}
+    for number, name in enumerate(("train", "val", "test")):
+        arrays |= {f"x_{name}": images[6 * number : 6 * number + 6], f"y_{name}": np.arange(6) % 3}
     np.savez(tmp_path / "a.npz", **arrays)
     data = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz"), 0)
-    assert np.array_equal(data.train_images[:, 0].numpy(), images[:12])
-    assert np.array_equal(data.validation_images[:, 0].numpy(), images[12:18])
+    assert np.array_equal(data.train_images[:, 0].numpy(), images[:6])
+    assert np.array_equal(data.validation_images[:, 0].numpy(), images[6:12])
     assert data.validation_labels.tolist() == [0, 1, 2, 0, 1, 2]
     resized = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz", image_size=16), 0)
     assert resized.validation_images.shape == (6, 1, 16, 16)
-    np.savez(tmp_path / "b.npz", **arrays | {x.format("val"): np.zeros((6, 9, 9), np.uint8)})
+    np.savez(tmp_path / "b.npz", **arrays | {"x_val": np.zeros((6, 9, 9), np.uint8)})
     with pytest.raises(UserError, match="validation images are 1x9x9"):
         load_dataset(DataOptions(name="npz", path=tmp_path / "b.npz"), 0)
 
@@ -324,7 +315,7 @@ def blurred(count, channels, height, width):
     return images
 
 
-@pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (3, 40, 24), (3, 8, 8)])
+@pytest.mark.parametrize(("channels", "height", "width"), [(1, 8, 8), (3, 40, 24)])
 def test_a_batch_is_torchvisions_images_bit_for_bit(channels, height, width):
     torch.manual_seed(0)
     images, one = blurred(150, channels, height, width), RandAugment()

@@ -1,4 +1,4 @@
-"""kNN against a loop and scikit-learn, other measures and projections by hand, and the table of metrics."""
+"""kNN against scikit-learn, other measures and projections by hand, and the table of metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn.neighbors import KNeighborsClassifier
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedssl.errors import UserError
@@ -39,31 +40,16 @@ def wide_blobs(train=90, test=60, seed=0):
     return blobs(train, test, 5, seed=seed, dtype=torch.float64)
 
 
-def loop_accuracy(train, train_labels, test, test_labels, neighbors, temperature):
-    """Wu et al. 2018, one sample and one neighbour at a time."""
+@pytest.mark.parametrize(("neighbors", "temperature", "seed"), [(1, 0.1, 0), (20, 1.0, 0), (90, 0.02, 1)])
+def test_knn_equals_that_of_scikit_learn(neighbors, temperature, seed):
+    """Wu et al. 2018: a neighbour's vote is exp(cosine / temperature)."""
+    train, train_labels, test, test_labels = data = wide_blobs(seed=seed)
 
-    def cosine(x, y):
-        return sum(a * b for a, b in zip(x, y, strict=True)) / math.hypot(*x) / math.hypot(*y)
+    def votes(distances):
+        return np.exp((1 - distances) / temperature)
 
-    correct = 0
-    for point, label in zip(test.tolist(), test_labels.tolist(), strict=True):
-        ranked = sorted(
-            ((cosine(point, key), other) for key, other in zip(train.tolist(), train_labels.tolist(), strict=True)),
-            reverse=True,
-        )
-        votes = {}
-        for similarity, other in ranked[:neighbors]:
-            votes[other] = votes.get(other, 0.0) + math.exp(similarity / temperature)
-        correct += max(votes, key=votes.get) == label
-    return 100 * correct / len(test)
-
-
-@pytest.mark.parametrize(
-    ("neighbors", "temperature", "seed"), [(1, 0.1, 0), (5, 0.1, 1), (20, 0.1, 2), (20, 1.0, 0), (90, 0.02, 1)]
-)
-def test_knn_equals_the_loop(neighbors, temperature, seed):
-    data = wide_blobs(seed=seed)
-    expected = loop_accuracy(*data, neighbors, temperature)
+    classifier = KNeighborsClassifier(neighbors, metric="cosine", weights=votes).fit(train, train_labels)
+    expected = 100 * classifier.score(test, test_labels)
     assert 30 < expected < 100  # otherwise the case distinguishes nothing
     assert knn_accuracy(*data, neighbors=neighbors, temperature=temperature) == pytest.approx(expected)
 
@@ -95,8 +81,9 @@ def test_on_a_gpu_the_number_of_classes_and_the_accuracy_alone_are_read(monkeypa
 
 def test_knn_of_half_precision_is_computed_wider():
     train, train_labels, test, test_labels = (tensor[:50] for tensor in wide_blobs())
-    halves = (train.half(), train_labels, test.half(), test_labels)
-    assert knn_accuracy(*halves) == knn_accuracy(halves[0].double(), train_labels, halves[2].double(), test_labels)
+    train, test = train.half(), test.half()
+    expected = knn_accuracy(train.double(), train_labels, test.double(), test_labels)
+    assert knn_accuracy(train, train_labels, test, test_labels) == expected
 
 
 @pytest.mark.parametrize(
@@ -106,7 +93,6 @@ def test_knn_of_half_precision_is_computed_wider():
         ({2: torch.full((60, 5), torch.inf)}, {}, "test_features: contains NaN"),
         ({1: torch.full((90,), 0.4)}, {}, r"train_labels: expected integers .* got torch\.float32"),
         ({}, {"neighbors": 0}, "neighbors: expected"),
-        ({}, {"temperature": 0.0}, "temperature: expected"),
         ({}, {"temperature": math.nan}, "temperature: expected"),
     ],
 )
@@ -166,26 +152,22 @@ def test_effective_rank_by_hand():
     # p = (1/2, 1/4, 1/4): the entropy is (1/2 + 1/2) log 2 + 1/2 log 2 = 3/2 log 2.
     assert effective_rank(features_with_spectrum([2.0, 1.0, 1.0])) == pytest.approx(2**1.5)
     expected = math.exp(-sum(share * math.log(share) for share in (0.7, 0.2, 0.1)))
-    assert effective_rank(features_with_spectrum([70.0, 20.0, 10.0])) == pytest.approx(expected)
-
-
-def test_effective_rank_ignores_scale_shift_and_rotation():
-    features = features_with_spectrum([3.0, 2.0, 0.5])
-    rotation = torch.linalg.qr(normal(7, 7, seed=1).double()).Q
-    assert effective_rank(1e-6 * features @ rotation + 3.0) == pytest.approx(effective_rank(features), rel=1e-6)
+    features = features_with_spectrum([70.0, 20.0, 10.0])
+    assert effective_rank(features) == pytest.approx(expected)
+    # whatever the scale and the shift
+    assert effective_rank(1e-6 * features + 3.0) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     "features",
     [
         torch.zeros(10, 3),
-        torch.full((10, 3), 0.1),
         torch.rand(1, 5),
         torch.rand(1, 5).expand(30, 5).half(),
         # A collapsed encoder as it comes out of float32 arithmetic: the last bit differs from row to row.
         torch.full((64, 32), 0.3) * (1 + 1e-7 * normal(64, 32)),
     ],
-    ids=["zero", "constant", "one sample", "half precision", "rounding noise"],
+    ids=["zero", "one sample", "constant in half precision", "rounding noise"],
 )
 def test_collapsed_representations_have_effective_rank_one(features):
     assert effective_rank(features) == 1.0
@@ -195,11 +177,10 @@ def test_small_variation_around_a_large_mean_is_no_collapse():
     assert effective_rank(1e-3 * normal(2000, 8) + 1.0) == pytest.approx(8, abs=0.1)
 
 
-@pytest.mark.parametrize("function", [singular_values, effective_rank])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_spectrum_of_what_is_not_finite_is_refused(function, value):
+def test_a_spectrum_of_what_is_not_finite_is_refused(value):
     with pytest.raises(UserError, match="features: contains NaN or infinite"):
-        function(torch.tensor([[1.0, value]]))
+        effective_rank(torch.tensor([[1.0, value]]))
 
 
 # The table of metrics
@@ -210,9 +191,7 @@ def test_clients_must_not_send_what_the_evaluation_or_an_engine_writes():
     assert reserved == {name for name, entry in METRICS.items() if entry.written_by in ("evaluation", "engine")}
     assert {"knn", "bytes_up", "epsilon"} <= reserved
     assert not {"loss", "flops", "local_model_distance"} & reserved
-    assert is_reserved("semi_supervised_0.3")
-    assert is_reserved("downstream_mine_knn")
-    assert is_reserved("classifier")
+    assert all(map(is_reserved, ("semi_supervised_0.3", "downstream_mine_knn", "classifier")))
 
 
 def test_images_without_labels_have_other_measures():
@@ -224,9 +203,9 @@ def test_images_without_labels_have_other_measures():
     assert list(measured_values(MeasuredImages(one, views=[one, one]))) == ["effective_rank", "alignment"]
 
 
-@pytest.mark.parametrize("name", EVALUATED)
-def test_values_of_percentages_are_bounded_by_0_and_100(name):
-    assert is_accuracy(name) == (METRICS[name].unit == "%") == (METRICS[name].bounds == (0.0, 100.0))
+def test_values_of_percentages_are_bounded_by_0_and_100():
+    for name in EVALUATED:
+        assert is_accuracy(name) == (METRICS[name].unit == "%") == (METRICS[name].bounds == (0.0, 100.0)), name
 
 
 # Projections
@@ -238,15 +217,6 @@ def test_log_singular_values_of_the_covariance_by_hand():
     found = log_covariance_singular_values(points)
     assert found.tolist() == pytest.approx([math.log(0.5), math.log(0.5), math.log(1e-12)])
     assert log_covariance_singular_values(points, top=1).tolist() == pytest.approx([math.log(0.5)])
-    # one point: no variance at all
-    assert log_covariance_singular_values(torch.ones(4, 2)).tolist() == pytest.approx([math.log(1e-12)] * 2)
-
-
-def test_three_dimensions_are_only_turned():
-    features = normal(20, 3)
-    unit = features.double() / features.double().norm(dim=1, keepdim=True)
-    points = sphere_points(features)
-    torch.testing.assert_close(points @ points.T, unit @ unit.T)
 
 
 def test_a_point_and_an_arc_stay_what_they_are():
@@ -264,7 +234,6 @@ def test_the_first_axis_points_at_the_middle_whatever_the_dimension():
     features = normal(50, 1) + 5
     assert sphere_points(features).tolist() == [[1.0, 0.0, 0.0]] * 50
     assert sphere_points(-features).tolist() == [[1.0, 0.0, 0.0]] * 50
-    assert sphere_points(normal(50, 12) + 0.5)[:, 0].mean() > 0.5
     # a row without a direction is zero
     assert sphere_points(torch.tensor([[0.0, 0], [1, 0]])).tolist() == [[0, 0, 0], [1, 0, 0]]
 
@@ -275,8 +244,6 @@ def test_coverage_of_a_point_a_half_and_all():
     assert sphere_coverage(points) == 1.0
     half = points[points[:, 2] > 0]
     assert sphere_coverage(half) == pytest.approx(0.5, abs=0.1)  # cells on the equator count whole
-    # 200 points in 200 cells: 1 - (1 - 1/200)^200 of them are hit
-    assert sphere_coverage(points[:200]) == pytest.approx(1 - (1 - 1 / 200) ** 200, abs=0.07)
 
 
 def test_tsne_puts_alike_near_alike_and_repeats():

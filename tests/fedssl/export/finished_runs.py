@@ -1,7 +1,5 @@
 """Folders of finished runs, made without training: random weights and random BatchNorm statistics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

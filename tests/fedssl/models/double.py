@@ -1,23 +1,11 @@
 """Training in float64, so that the order of sums does not matter."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from torch import Tensor
-
 from fedssl.models.model import Model
-from fedssl.objectives.base import Step
 
 
-class Double:
-    """An objective whose model gets its views in float64."""
-
-    def __init__(self, objective: Any):
-        self._objective = objective
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._objective, name)
-
-    def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
-        return self._objective.step(model, tuple(view.double() for view in views), labels)
+def to_double(model: Model) -> None:
+    """Make a model, and copies of it, compute in float64; their views may be float32."""
+    model.double()
+    for networks in (model.online, model.target):
+        if "encoder" in networks:
+            networks["encoder"].register_forward_pre_hook(lambda network, inputs: (inputs[0].double(),))

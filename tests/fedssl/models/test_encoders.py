@@ -11,6 +11,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.models import encoders
 from fedssl.models.encoders import build_encoder, encoder_names
+from fedssl.models.view_threads import sharing_problem
 
 SMALL = ["small_convnet", "small_convnet_wide", "small_resnet10", "small_resnet10_wide", "small_resnet18", "small_vit"]
 
@@ -23,15 +24,15 @@ def documented_rows():
             yield cells[0], *map(float, cells[1:])
 
 
-@pytest.mark.parametrize("name", [*SMALL, "resnet18", "mobilenetv3_small_050"])
-@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 32)])
-def test_output_is_one_vector_an_image_with_gradients(name, channels, side):
-    encoder = build_encoder(name, channels, side)
+@pytest.mark.parametrize("name", [*SMALL, "mobilenetv3_small_050"])
+def test_output_is_one_vector_an_image_with_gradients_and_can_be_shared_among_processes(name):
+    encoder = build_encoder(name, 3, 32)
+    assert sharing_problem(encoder) is None
     assert all(module.training for module in encoder.modules())
     for entry, tensor in encoder.named_buffers():  # nothing is left of the images that probe the network
         assert not entry.endswith("num_batches_tracked") or int(tensor) == 0
         assert not entry.endswith("running_var") or bool((tensor == 1).all())
-    output = encoder(torch.randn(3, channels, side, side))
+    output = encoder(torch.randn(3, 3, 32, 32))
     assert output.shape == (3, encoder.num_features)
     output.square().sum().backward()
     first = next(encoder.parameters())
@@ -49,13 +50,11 @@ def test_documented_sizes_are_true(row):
     for encoder, image, million in ((grey, torch.zeros(1, 1, 8, 8), small), (colour, torch.zeros(1, 3, 32, 32), large)):
         counter = StepCounter(encoder)
         with counter.forward(), torch.no_grad():
-            encoder.eval()(image)
+            assert encoder.eval()(image).shape == (1, features)
         assert counter.flops / 2e6 == pytest.approx(million, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("side", "sides"), [(32, [16, 8, 4, 2]), (24, [12, 6, 3, 2]), (8, [4, 2, 2, 2]), (7, [4, 2, 2, 2]), (1, [1] * 4)]
-)
+@pytest.mark.parametrize(("side", "sides"), [(32, [16, 8, 4, 2]), (7, [4, 2, 2, 2]), (1, [1, 1, 1, 1])])
 def test_convnet_halves_the_side_until_two_and_averages_over_positions(side, sides):
     encoder = build_encoder("small_convnet", 1, side).eval()
     seen = []
@@ -68,13 +67,7 @@ def test_convnet_halves_the_side_until_two_and_averages_over_positions(side, sid
     torch.testing.assert_close(features, encoder.blocks(images).flatten(2).mean(dim=2))
 
 
-@pytest.mark.parametrize(
-    ("name", "width"),
-    [
-        *(("small_resnet10", 16), ("small_resnet10_wide", 24), ("small_resnet18", 16)),  # as the first stage has
-        *(("resnet18", 64), ("resnet18d", 64), ("test_resnet", 32)),
-    ],
-)
+@pytest.mark.parametrize(("name", "width"), [("small_resnet10_wide", 24), ("resnet18", 64), ("test_resnet", 32)])
 def test_small_images_get_a_stride_one_stem_without_pooling_and_large_ones_keep_timms(name, width):
     encoder = build_encoder(name, 3, 32)
     assert isinstance(encoder, ResNet)
@@ -92,9 +85,7 @@ def test_small_images_get_a_stride_one_stem_without_pooling_and_large_ones_keep_
         assert isinstance(encoder.maxpool, nn.MaxPool2d)
 
 
-@pytest.mark.parametrize(
-    ("name", "blocks", "start"), [("small_resnet10", 4, 1), ("small_resnet18", 8, 1), ("resnet18", 8, 0)]
-)
+@pytest.mark.parametrize(("name", "blocks", "start"), [("small_resnet10", 4, 1), ("resnet18", 8, 0)])
 def test_residual_branches_start_full_in_small_resnets_and_at_zero_in_timms(name, blocks, start):
     norms = [module.bn2 for module in build_encoder(name, 1, 8).modules() if hasattr(module, "bn2")]
     assert len(norms) == blocks
@@ -104,8 +95,8 @@ def test_residual_branches_start_full_in_small_resnets_and_at_zero_in_timms(name
 @pytest.mark.parametrize(
     ("name", "side", "patch"),
     [
-        *(("vit_tiny_patch16_224", side, patch) for side, patch in ((64, 8), (28, 4), (24, 2), (8, 2))),
-        *(("vit_tiny_patch4", 64, 4), ("vit_tiny_patch8", 128, 8)),  # LW-FedSSL's Table 11 prints 256 patches
+        *(("vit_tiny_patch16_224", side, patch) for side, patch in ((64, 8), (28, 4), (24, 2))),
+        *(("vit_tiny_patch4", 24, 4), ("vit_tiny_patch8", 24, 8)),
     ],
 )
 def test_vision_transformers_have_patches_for_the_images_or_as_their_name_says(name, side, patch):
@@ -122,7 +113,6 @@ def test_vision_transformers_have_patches_for_the_images_or_as_their_name_says(n
     ("name", "channels", "side", "says"),
     [
         ("resnet81", 3, 32, "architecture: unknown name 'resnet81'; .*resnet18"),
-        ("small_resnet11", 3, 32, "architecture: unknown name 'small_resnet11'; .*small_resnet10"),
         ("zzqq", 3, 32, "architecture: unknown name 'zzqq'; .*small_convnet"),
         ("hf_hub:timm/resnet18.a1_in1k", 3, 32, "architecture: unknown name"),  # nothing is fetched
         ("pit_ti_224", 3, 8, "architecture: timm's 'pit_ti_224' does not take 8x8 pixels"),
@@ -137,16 +127,7 @@ def test_what_cannot_be_built_is_one_line(name, channels, side, says):
 
 
 @pytest.mark.parametrize(
-    ("name", "side", "whole"),
-    [
-        ("vit_tiny_patch16_224", 30, 28),
-        ("vit_tiny_patch16_224", 60, 56),
-        ("mixer_s16_224", 79, 64),
-        ("swin_tiny_patch4_window7_224", 66, 64),
-        ("convnext_atto", 67, 64),
-        ("poolformer_s12", 66, 65),
-        ("convmixer_768_32", 32, 28),
-    ],
+    ("name", "side", "whole"), [("vit_tiny_patch16_224", 30, 28), ("convnext_atto", 67, 64), ("poolformer_s12", 66, 65)]
 )
 def test_an_image_of_which_pixels_would_be_left_out_is_an_error(name, side, whole):
     with pytest.raises(UserError, match=rf"the last {side - whole} of {side}x{side}; set data.image_size={whole},"):

@@ -1,7 +1,5 @@
 """A model's heads and target network; encoders cut into layers: the cut changes nothing, and roles do what they say."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -91,7 +89,6 @@ def test_what_trains_moves_by_its_share_and_is_looked_up_again_in_the_next_round
 #: name, layers, side, names that go with the first layer beside those of its block, names on top at depth 1
 CUTS = [
     ("small_vit", 4, 8, {"cls_token", "pos_embed", "patch_embed"}, {"norm"}),
-    ("test_vit", 6, 32, {"cls_token", "pos_embed", "patch_embed"}, {"norm"}),
     ("test_vit3", 9, 32, {"reg_token", "pos_embed", "patch_embed"}, {"norm", "attn_pool"}),
     ("small_resnet10", 4, 8, {"conv1", "bn1"}, {"reshape"}),
     ("test_resnet", 4, 32, {"conv1", "bn1"}, {"reshape"}),
@@ -192,8 +189,7 @@ def test_two_networks_run_equal_frozen_layers_once_for_each_view():
     cut(one), cut(two)
     shared = [target(view) for view in (one, two)]
     assert calls == ["online", "online"]
-    for view in (0, 1):
-        torch.testing.assert_close(shared[view], alone[view], rtol=0, atol=0)
+    torch.testing.assert_close(shared, alone, rtol=0, atol=0)
     target(one.clone())  # other images, so they are computed
     assert calls[2:] == ["target"]
     other = copy.deepcopy(cut)  # may get other weights
@@ -201,7 +197,7 @@ def test_two_networks_run_equal_frozen_layers_once_for_each_view():
     assert len(calls) == 4
 
 
-@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "xcit_nano_12_p16_224", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "xcit_nano_12_p16_224"])
 def test_a_network_of_another_family_is_refused(name):
     with pytest.raises(UserError, match=r"cannot be cut into layers.*resnet18 or vit_tiny_patch16_224"):
         StagedEncoder(build_encoder(name, 3, 32))

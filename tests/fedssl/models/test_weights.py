@@ -1,7 +1,5 @@
 """Weights that a run starts from: what is loaded, what is left out, and what is refused by name."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import warnings
@@ -64,17 +62,23 @@ def test_round_0_equals_the_end_of_the_exported_run(noisy, finished, tmp_path, m
     assert before.evaluated("effective_rank", "after") != after.evaluated("effective_rank", "after")
 
 
-def test_every_client_and_target_network_starts_from_the_weights(noisy, tmp_path):
-    encoder = drawn("small_convnet")
-    save_file(encoder.state_dict(), tmp_path / "weights.safetensors")
-    own = {"local_update": "keep_own", "aggregators": []}
-    plain = build_federation(noisy(**own))
-    started = build_federation(noisy(**own, model={"weights": str(tmp_path / "weights.safetensors")}))
+def test_every_client_and_target_network_starts_from_the_weights_of_its_architecture(noisy, tmp_path):
+    hetero, weights, path = METHODS["hetero_ssfl"], drawn("small_convnet").state_dict(), str(tmp_path / "a.safetensors")
+    save_file(weights, path)
+    started = build_federation(noisy(**hetero, model={"weights": {"small_convnet": path}}))
+    plain = build_federation(noisy(**hetero))
     for k in range(3):
         model, other = started.new_model(k), plain.new_model(k)
-        assert same(model.encoder.state_dict(), encoder.state_dict())
-        assert same(model.target["encoder"].state_dict(), encoder.state_dict())
+        expected = other.encoder.state_dict() if k == 1 else weights  # client 1 has the other architecture
+        assert same(model.encoder.state_dict(), expected)
+        assert same(model.target["encoder"].state_dict(), expected)
         assert same(model.online["projector"].state_dict(), other.online["projector"].state_dict())
+    for wrong, says in (
+        (path, r"architectures has small_convnet, small_convnet_wide: give a mapping such as"),
+        ({"small_vit": path}, r"model\.weights names small_vit, but architectures has"),
+    ):
+        with pytest.raises(UserError, match=says):
+            build_federation(noisy(**hetero, model={"weights": wrong}))
 
 
 # Which files are read
@@ -115,11 +119,16 @@ def test_what_is_no_weights_is_refused_and_code_in_a_file_never_run(tmp_path, ca
     assert "code was run" not in capsys.readouterr().out
 
 
-def test_a_runs_folder_and_its_checkpoints_are_answered_with_export(noisy, finished):
+def test_a_runs_folder_and_an_export_of_another_architecture_are_refused(noisy, finished, tmp_path):
     run = finished(noisy(**AVERAGED))
     for path in (run, next((run / "checkpoints").glob("server*"))):
         with pytest.raises(UserError, match=rf"export its encoder first, with fedssl export {run} FOLDER"):
             read(path)
+    folder = export_encoder(run, tmp_path / "encoder")
+    with pytest.raises(UserError, match="holds the weights of small_convnet, not of small_convnet_wide: set"):
+        read(folder, "small_convnet_wide")
+    with pytest.raises(UserError, match="holds the weights of resnet18, not of small_convnet"):
+        read("timm:resnet18.a1_in1k")
 
 
 def test_timms_names(monkeypatch):
@@ -198,44 +207,18 @@ def test_weights_of_colour_images_see_grey_ones_as_three_equal_channels():
     torch.testing.assert_close(extract_features(grey, images), expected)
 
 
-# Which architecture they are of
-
-
-def test_several_architectures_need_a_mapping(noisy, tmp_path):
-    save_file(drawn("small_convnet").state_dict(), tmp_path / "a.safetensors")
-    hetero = METHODS["hetero_ssfl"]
-    with pytest.raises(UserError, match=r"architectures has small_convnet, small_convnet_wide: give a mapping such as"):
-        build_federation(noisy(**hetero, model={"weights": str(tmp_path / "a.safetensors")}))
-    recipe = noisy(**hetero, model={"weights": {"small_convnet": str(tmp_path / "a.safetensors")}})
-    federation = build_federation(recipe)
-    plain = build_federation(noisy(**hetero))
-    assert same(federation.new_model(0).encoder.state_dict(), drawn("small_convnet").state_dict())
-    assert same(federation.new_model(1).encoder.state_dict(), plain.new_model(1).encoder.state_dict())
-    with pytest.raises(UserError, match=r"model\.weights names small_vit, but architectures has"):
-        build_federation(noisy(**hetero, model={"weights": {"small_vit": str(tmp_path / "a.safetensors")}}))
-
-
-def test_an_export_of_another_architecture_is_refused(noisy, finished, tmp_path):
-    folder = export_encoder(finished(noisy(**AVERAGED)), tmp_path / "encoder")
-    with pytest.raises(UserError, match="holds the weights of small_convnet, not of small_convnet_wide: set"):
-        read(folder, "small_convnet_wide")
-    with pytest.raises(UserError, match="holds the weights of resnet18, not of small_convnet"):
-        read("timm:resnet18.a1_in1k")
-
-
 # The recipe and the run's record
 
 
 def test_a_path_is_seen_from_the_recipes_folder_and_an_override_from_here(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
-    file = tmp_path / "recipes" / "mine.yaml"
-    values = "name: mine\nrounds: 1\narchitectures: [small_convnet]\nobjective: byol\nschedule: end_to_end\n"
-    values += "local_update: keep_own\n"
     monkeypatch.chdir(tmp_path)
-    file.write_text(values + "model: {weights: ../encoder}\n")
+    file = tmp_path / "recipes" / "mine.yaml"
+    text = "{objective: byol, schedule: end_to_end, local_update: keep_own, name: mine, model: {weights: %s}}"
+    file.write_text(text % "../encoder")
     assert load_recipe(file).model.weights == str(tmp_path / "encoder")
     assert load_recipe(file, ["model.weights=encoder"]).model.weights == str(tmp_path / "encoder")
-    file.write_text(values + "model: {weights: {small_convnet: a.pt, resnet18: 'timm:resnet18.a1_in1k'}}\n")
+    file.write_text(text % "{small_convnet: a.pt, resnet18: 'timm:resnet18.a1_in1k'}")
     weights = {"small_convnet": str(tmp_path / "recipes" / "a.pt"), "resnet18": "timm:resnet18.a1_in1k"}
     assert load_recipe(file).model.weights == weights
 
@@ -245,9 +228,8 @@ def test_a_run_is_not_continued_with_other_weights_but_evaluated_without_them(no
     save_file(drawn("small_convnet").state_dict(), path)
     in_process.run(noisy(**AVERAGED, model={"weights": str(path)}), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    assert load_recipe(tmp_path / "run" / "recipe.yaml").model.digests == {
-        "small_convnet": digest(drawn("small_convnet").state_dict())
-    }
+    recorded = load_recipe(tmp_path / "run" / "recipe.yaml").model.digests
+    assert recorded == {"small_convnet": digest(drawn("small_convnet").state_dict())}
     directory = RunDirectory.open(tmp_path / "run")
     directory.commit(1, directory.server_state(), finished=False)
     save_file(drawn("small_convnet", seed=2).state_dict(), path)

@@ -21,6 +21,7 @@ from fedssl.tables.table import load_table
 from fedssl.untrusted import PART_KEYS
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.killed_runs import Killed, KilledIn
+from tests.fedssl.recipe.own_part import OWN_PART
 
 
 def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mappings_and_lists():
@@ -34,7 +35,6 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
     ("override", "parts"),
     [
         ("trainin.batch_size=16", ["trainin: unknown key", "did you mean training?"]),
-        ("training.batch=16", ["training.batch: unknown key", "did you mean batch_size?", "local_epochs"]),
         ("training.batch_size=abc", ["training.batch_size", "integer", "'abc'"]),
         ("training.batch_size=1", ["training.batch_size", "greater than or equal to 2", "got 1"]),
         ("regularizers.0.weights=1", ["regularizers.0.weights: unknown key", "did you mean weight?"]),
@@ -45,7 +45,6 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("objective.name=byoll", ["objective.name", ", ".join(part_names("objectives"))]),
         ("objective=3", ["objective: expected a part", "got 3"]),
         ("data.name=mnist", ["data.name", "'digits'", "'mnist'"]),
-        ("rounds=0", ["rounds", "got 0"]),
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
         ("architectures=[", ["not YAML"]),
@@ -70,25 +69,13 @@ def test_all_problems_of_the_parts_are_told_at_once():
         parse_recipe(values)
 
 
-PART = """
-from fedssl.regularizers.base import Regularizer
-
-
-class Nothing(Regularizer):
-    weight: float = 1.0
-
-    def start_round(self, local):
-        return lambda step: self.weight * step.loss.new_zeros(())
-"""
-
-
 @pytest.fixture
 def recipe_with_own_part(tmp_path):
     """`study/mine.yaml`, which names `study/parts/nothing.py` as seen from its own folder."""
     folder = tmp_path / "study"
     (folder / "parts").mkdir(parents=True)
-    (folder / "parts" / "nothing.py").write_text(PART)
-    values = tiny_values(regularizers=["./parts/nothing.py", {"name": "./parts/nothing.py", "weight": 2.0}])
+    (folder / "parts" / "nothing.py").write_text(OWN_PART)
+    values = tiny_values(regularizers=["./parts/nothing.py", {"name": "./parts/nothing.py", "strength": 2.0}])
     (folder / "mine.yaml").write_text(yaml.safe_dump(values))
     return folder / "mine.yaml"
 
@@ -103,7 +90,7 @@ def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_wit
         monkeypatch.chdir(folder)
         recipe = load_recipe(path)
         assert [regularizer.name for regularizer in recipe.regularizers] == [part, part]
-        assert recipe.regularizers[1].weight == 2.0
+        assert recipe.regularizers[1].strength == 2.0
     monkeypatch.chdir(tmp_path / "study" / "parts")  # an override is seen from where it is typed
     assert load_recipe("fedbyol", ["regularizers=[./nothing.py]"]).regularizers[0].name == part
 
@@ -163,8 +150,8 @@ MARKS = (
     "99999999999999999999",
 )
 TEXT_KEYS = (
-    *("name", "description", "data.path", "data.public_path", "data.labels", "data.label_column", "data.file_column"),
-    *("partition.column", "data.class_names.0", "architectures.0", "evaluation.downstream.mine.path"),
+    *("name", "data.path", "data.labels", "data.label_column", "partition.column", "data.class_names.0"),
+    *("architectures.0", "evaluation.downstream.mine.path"),
 )
 
 
@@ -201,9 +188,9 @@ def test_in_a_file_an_unquoted_text_is_what_was_written(text, tmp_path):
         assert (loaded.rows[0].label, loaded.method, loaded.paper) == (text, text, {text: {"knn": text}})
 
 
-@pytest.mark.parametrize("text", [*ODD_TEXTS, *MARKS[:2]])
-def test_the_data_of_an_evaluation_are_texts_too(text):
-    assert parse_data(f"name=npz,path={text}").path == Path(text)
+def test_the_data_of_an_evaluation_are_texts_too():
+    for text in (*ODD_TEXTS, *MARKS[:2]):
+        assert parse_data(f"name=npz,path={text}").path == Path(text)
 
 
 def test_null_is_none_and_numbers_stay_numbers(tmp_path):

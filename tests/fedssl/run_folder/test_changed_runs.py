@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedssl.data.digests import DATA_DIGESTS, data_digests
+from fedssl.data.digests import DATA_DIGESTS
 from fedssl.engines import flower_module, in_process
 from fedssl.engines.in_process import resume
 from fedssl.errors import UserError
@@ -24,21 +24,34 @@ from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
-from tests.fedssl.engines.short_runs import SMALL, Stopped, StopsAfterRoundOne, everything
+from tests.fedssl.engines.short_runs import SMALL, StopsAfterRoundOne, everything
+from tests.fedssl.killed_runs import Killed
 
 
 @pytest.fixture(scope="module")
-def stopped(tiny, tmp_path_factory) -> Path:
-    """A run that was stopped after the first of two rounds."""
-    path = tmp_path_factory.mktemp("stopped") / "run"
-    with pytest.raises(Stopped):
-        in_process.run(tiny(**SMALL), path, StopsAfterRoundOne())
-    return path
+def begun(tiny, tmp_path_factory) -> tuple[Path, Path]:
+    """A run of three clients that was stopped after the first of two rounds, and its folder of images.
+
+    These are fifteen training and five test images of each of two classes.
+    """
+    folder = tmp_path_factory.mktemp("begun")
+    for number in range(40):
+        split, kind = "train" if number < 30 else "test", "ab"[number % 2]
+        save_array(folder / "images" / split / kind / f"{number:02}.bmp", random_pixels(8, 8, seed=number))
+    data = {"name": "folder", "path": str(folder / "images"), "image_size": 8}
+    recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 3}, evaluation=SMALL["evaluation"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        with pytest.raises(Killed):
+            in_process.run(recipe, folder / "run", StopsAfterRoundOne())
+    return folder / "run", folder / "images"
 
 
 @pytest.fixture
-def copy(stopped, tmp_path) -> Path:
-    shutil.copytree(stopped, tmp_path / "run")
+def run(begun, tmp_path, monkeypatch) -> Path:
+    """A copy of the run; the cache is beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(begun[0], tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -63,54 +76,34 @@ def with_a_flipped_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def as_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 def replaced(old: str, new: str) -> Callable[[Path], object]:
     return lambda file: file.write_text(file.read_text().replace(old, new))
 
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "metrics with CRLF": ("metrics.csv", with_crlf),
-    "metrics deleted": ("metrics.csv", Path.unlink),
-    "metrics without a line": ("metrics.csv", without_a_line),
-    "metrics emptied": ("metrics.csv", lambda file: file.write_bytes(b"")),
-    "metrics a pipe": ("metrics.csv", as_a_pipe),
     "timings without a line": ("timings.csv", without_a_line),
     "fewer rounds": ("recipe.yaml", replaced("rounds: 2", "rounds: 1")),
-    "another learning rate": ("recipe.yaml", replaced("learning_rate: 0.0", "learning_rate: 0.1")),
-    "recipe a pipe": ("recipe.yaml", as_a_pipe),
     "another partition": ("partition.csv", lambda file: file.write_text("client,0\n0,5\n")),
     "a bit of the server's state": ("server", with_a_flipped_bit),
     "a bit of a client's state": ("client-0001", with_a_flipped_bit),
     "a state deleted": ("client-0001", Path.unlink),
-    "a state a pipe": ("client-0001", as_a_pipe),
     "a bit of the manifest": ("checkpoints/manifest.json", replaced('"round": 1', '"round": 0')),
     "the manifest deleted": ("checkpoints/manifest.json", Path.unlink),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_run_is_not_continued_and_nothing_in_it_is_lost(change, copy):
+def test_a_changed_run_is_not_continued_and_nothing_in_it_is_lost(change, run):
     name, make = CHANGES[change]
-    file = file_of(copy, name)
+    file = file_of(run, name)
     make(file)
-    before = everything(copy)
+    before = everything(run)
     with pytest.raises(UserError, match=r"put back|is not a run's folder") as caught:
-        resume(copy)
+        resume(run)
     assert file.name in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert everything(copy) == before
-
-
-def test_an_unchanged_run_is_continued_and_told_of_changes_when_it_has_finished(copy):
-    assert resume(copy).checkpoint.finished
-    with_crlf(copy / "metrics.csv")
-    for call in (resume, read_run):
-        with pytest.raises(UserError, match=r"metrics\.csv was changed since the run wrote it"):
-            call(copy)
+    assert everything(run) == before
 
 
 def without_digests(path: Path) -> None:
@@ -120,24 +113,26 @@ def without_digests(path: Path) -> None:
     file.write_text(json.dumps({key: values[key] for key in ("round", "files", "lengths", "finished")}))
 
 
-def test_a_run_of_an_earlier_version_is_continued_and_holds_digests_from_then_on(copy):
-    without_digests(copy)
-    assert read_run(copy).last_round == 1
-    directory = resume(copy)
-    assert directory.checkpoint.finished
-    assert "metrics.csv" in directory.checkpoint.digests
-    RunDirectory.open(copy).require_unchanged()
-    with_a_flipped_bit(file_of(copy, "server"))
+def test_a_run_of_an_earlier_version_is_continued_and_holds_digests_from_then_on(run):
+    """A finished run is told of changes, too."""
+    without_digests(run)
+    assert read_run(run).last_round == 1
+    assert resume(run).checkpoint.finished
+    RunDirectory.open(run).require_unchanged()
+    with_a_flipped_bit(file_of(run, "server"))
     with pytest.raises(UserError, match=r"server.*was changed"):
-        resume(copy)
+        resume(run)
+    with_crlf(run / "metrics.csv")
+    for call in (resume, read_run):
+        with pytest.raises(UserError, match=r"metrics\.csv was changed since the run wrote it"):
+            call(run)
 
 
-@pytest.mark.parametrize("name", ["metrics.csv", "timings.csv"])
-def test_a_run_of_an_earlier_version_whose_log_is_too_short_is_refused(name, copy):
-    without_digests(copy)
-    without_a_line(copy / name)
-    with pytest.raises(UserError, match=rf"{name} has \d+ bytes, but \d+ were committed"):
-        resume(copy)
+def test_a_run_of_an_earlier_version_whose_log_is_too_short_is_refused(run):
+    without_digests(run)
+    without_a_line(run / "metrics.csv")
+    with pytest.raises(UserError, match=r"metrics\.csv has \d+ bytes, but \d+ were committed"):
+        resume(run)
 
 
 @pytest.mark.parametrize(
@@ -146,87 +141,54 @@ def test_a_run_of_an_earlier_version_whose_log_is_too_short_is_refused(name, cop
         "[]",
         "{}[",
         "[" * 100_000,
-        '{"round": "x"}',
         '{"round": true}',
         '{"files": {"server": "../../../etc/passwd"}}',
         '{"lengths": {"metrics.csv": -1}}',
-        '{"nonsense": 1}',
         '{"round": 1' + "0" * 5000 + "}",
     ],
 )
-def test_a_manifest_of_another_form_is_one_line(manifest, copy):
-    (copy / "checkpoints" / "manifest.json").write_text(manifest)
+def test_a_manifest_of_another_form_is_one_line(manifest, run):
+    (run / "checkpoints" / "manifest.json").write_text(manifest)
     for call in (resume, read_run):
         with pytest.raises(UserError, match=r"manifest\.json cannot be read as a checkpoint") as caught:
-            call(copy)
+            call(run)
         assert str(caught.value).isprintable()
 
 
-def test_what_is_no_state_stays_in_the_folder_of_checkpoints(copy):
-    """Also where a received folder's checkpoints are a link to a folder of the user's."""
-    (copy / "checkpoints" / "notes.txt").write_text("precious")
-    (copy / "checkpoints" / "folder").mkdir()
-    (copy / "checkpoints" / "server.round-00000.safetensors").write_text("old")
-    (copy / "checkpoints" / "server.round-00002.safetensors.partial").write_text("torn")
-    RunDirectory.open(copy).roll_back()
-    kept = {path.name for path in (copy / "checkpoints").iterdir() if "round" not in path.name}
-    assert kept == {"notes.txt", "folder", "manifest.json"}
-    assert not list((copy / "checkpoints").glob("*00000*"))
-    assert not list((copy / "checkpoints").glob("*.partial"))
+def test_what_is_no_state_stays_in_the_folder_of_checkpoints(run):
+    folder = run / "checkpoints"
+    (folder / "notes.txt").write_text("precious")
+    (folder / "folder").mkdir()
+    before = {path.name for path in folder.iterdir()}
+    (folder / "server.round-00000.safetensors").write_text("old")
+    (folder / "server.round-00002.safetensors.partial").write_text("torn")
+    RunDirectory.open(run).roll_back()
+    assert {path.name for path in folder.iterdir()} == before
 
 
-def test_checkpoints_that_are_a_link_are_not_continued_from(copy, tmp_path):
-    os.rename(copy / "checkpoints", tmp_path / "elsewhere")
-    (copy / "checkpoints").symlink_to("../elsewhere")
+def test_checkpoints_that_are_a_link_are_not_continued_from(run, tmp_path):
+    os.rename(run / "checkpoints", tmp_path / "elsewhere")
+    (run / "checkpoints").symlink_to("../elsewhere")
     before = everything(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="cannot be continued"):
-        resume(copy)
+        resume(run)
     assert everything(tmp_path / "elsewhere") == before
 
 
-@pytest.mark.parametrize(
-    "line", ["1,²,knn,3", "1,-1,knn,3", "1,../x,knn,3", "²,0,knn,3", "-1,0,knn,3", f"1,{'9' * 5000},k,3"]
-)
-def test_metrics_with_a_line_that_no_run_writes_are_told(line, copy):
-    without_digests(copy)
-    (copy / "checkpoints" / "manifest.json").unlink()
-    with open(copy / "metrics.csv", "a") as file:
+@pytest.mark.parametrize("line", ["1,²,knn,3", "1,../x,knn,3", "²,0,knn,3", "-1,0,knn,3", f"1,{'9' * 5000},k,3"])
+def test_metrics_with_a_line_that_no_run_writes_are_told(line, run):
+    without_digests(run)
+    (run / "checkpoints" / "manifest.json").unlink()
+    with open(run / "metrics.csv", "a") as file:
         file.write(f"{line}\n")
     with pytest.raises(UserError, match=r"metrics\.csv cannot be read"):
-        read_run(copy)
+        read_run(run)
 
 
 # The data
 
 
 OTHERS = "no longer has the same images and labels in the same order"
-
-
-@pytest.fixture(scope="module")
-def begun(tiny, tmp_path_factory) -> tuple[Path, Path]:
-    """A run of three clients that was stopped after the first of two rounds, and its folder of images.
-
-    These are fifteen training and five test images of each of two classes.
-    """
-    folder = tmp_path_factory.mktemp("begun")
-    for number in range(40):
-        split, kind = "train" if number < 30 else "test", "ab"[number % 2]
-        save_array(folder / "images" / split / kind / f"{number:02}.bmp", random_pixels(8, 8, seed=number))
-    data = {"name": "folder", "path": str(folder / "images"), "image_size": 8}
-    recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 3}, evaluation=SMALL["evaluation"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        with pytest.raises(Stopped):
-            in_process.run(recipe, folder / "run", StopsAfterRoundOne())
-    return folder / "run", folder / "images"
-
-
-@pytest.fixture
-def run(begun, tmp_path, monkeypatch) -> Path:
-    """A copy of the run; the cache is beside it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shutil.copytree(begun[0], tmp_path / "run")
-    return tmp_path / "run"
 
 
 @pytest.fixture
@@ -246,23 +208,20 @@ def replace(file: Path, seed: int = 99) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def move(*names: tuple[str, str]) -> Callable[[Path], object]:
-    return lambda folder: [(folder / old).rename(folder / new) for old, new in names]
-
-
 DATA_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an image added": (
         lambda folder: save_array(folder / "train" / "a" / "00b.bmp", random_pixels(8, 8, seed=50)),
         r"client 0 now has 11 images \(had 10\), client 1 no longer has",
     ),
-    "an image removed": (lambda folder: (folder / "train/a/02.bmp").unlink(), r"now has 9 images \(had 10\)"),
     "an image replaced": (lambda folder: replace(folder / "train/a/02.bmp"), rf"began: client \d {OTHERS};"),
-    "of another class": (move(("train/a/28.bmp", "train/b/28.bmp")), rf"client \d {OTHERS}"),
+    "of another class": (
+        lambda folder: (folder / "train/a/28.bmp").rename(folder / "train/b/28.bmp"),
+        rf"client \d {OTHERS}",
+    ),
     "a class renamed": (
-        move(("train/b", "train/c"), ("test/b", "test/c")),
+        lambda folder: [(folder / split / "b").rename(folder / split / "c") for split in ("train", "test")],
         rf"client 0 {OTHERS}, .*, the test set {OTHERS}",
     ),
-    "a test image replaced": (lambda folder: replace(folder / "test/b/31.bmp"), rf"began: the test set {OTHERS};"),
     "a test image removed": (
         lambda folder: (folder / "test/a/30.bmp").unlink(),
         r"began: the test set now has 9 images \(had 10\);",
@@ -277,9 +236,8 @@ def test_with_changed_data_a_run_is_not_continued_and_nothing_in_it_is_lost(chan
     with open(run / "timings.csv", "a") as file:
         file.write("2,half a li")  # which a run that goes on cuts off
     before = everything(run)
-    with pytest.raises(UserError, match=says) as caught:
-        in_process.resume(run)
-    assert "the data of" in str(caught.value)
+    with pytest.raises(UserError, match=f"the data of .*{says}"):
+        resume(run)
     assert everything(run) == before
 
 
@@ -317,7 +275,7 @@ def test_moved_data_with_new_times_and_no_cache_are_the_same(run, images, tmp_pa
     shutil.copytree(images, tmp_path / "elsewhere", copy_function=shutil.copyfile)
     shutil.rmtree(images)
     images.symlink_to(tmp_path / "elsewhere")
-    assert in_process.resume(run).checkpoint.finished
+    assert resume(run).checkpoint.finished
 
 
 def test_of_a_run_without_digests_the_data_cannot_be_checked(run, images, caplog):
@@ -329,7 +287,7 @@ def test_of_a_run_without_digests_the_data_cannot_be_checked(run, images, caplog
 
 
 def test_a_finished_run_is_measured_and_drawn_with_its_own_data_alone(run, images):
-    assert in_process.resume(run).checkpoint.finished
+    assert resume(run).checkpoint.finished
     replace(images / "test" / "b" / "31.bmp")
     with pytest.raises(UserError, match=f"the test set {OTHERS}"):
         evaluate_run(run)
@@ -345,10 +303,3 @@ def test_a_simulation_by_flower_is_not_continued_either(run, images, monkeypatch
     monkeypatch.setattr(simulation, "_simulate", lambda *arguments: pytest.fail("the simulation began"))
     with pytest.raises(UserError, match=f"client . {OTHERS}"):
         simulation.resume(run)
-
-
-def test_images_that_change_clients_are_noticed(tiny):
-    federation = build_federation(tiny())
-    rows = federation.client_rows
-    before, now = (data_digests(federation.dataset, clients) for clients in (rows, [rows[1], rows[0], rows[2]]))
-    assert {name for name in now if now[name] != before[name]} == {"client 0", "client 1"}

@@ -9,34 +9,28 @@ import pytest
 
 from fedssl.engines import in_process
 from fedssl.errors import UserError
-from fedssl.run_folder.creation import alone_in, default_folder, new_run, refuse_existing
+from fedssl.run_folder import creation
+from fedssl.run_folder.creation import alone_in, default_folder, refuse_existing
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.short_runs import everything
 
 FILES = {"recipe.yaml": "name: a\n"}
 
 
-@pytest.fixture
-def thesis(tmp_path):
-    """A folder of the user's that is no run's, with a folder inside it."""
-    folder = tmp_path / "thesis"
-    (folder / "chapters").mkdir(parents=True)
-    (folder / "chapters" / "one.tex").write_text("years of work")
-    return folder
-
-
-@pytest.mark.parametrize("output", ["thesis", "thesis/chapters", "thesis/../thesis", ".", "..", "file", "link", "pipe"])
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_what_is_no_run_is_neither_replaced_nor_deleted(output, overwrite, tiny, thesis, tmp_path, monkeypatch):
+def test_what_is_no_run_is_neither_replaced_nor_deleted(overwrite, tiny, tmp_path, monkeypatch):
+    """A folder of the user's with another one inside it, a file, a link and a pipe."""
+    (tmp_path / "thesis" / "chapters").mkdir(parents=True)
+    (tmp_path / "thesis" / "chapters" / "one.tex").write_text("years of work")
     (tmp_path / "file").write_text("precious")
     (tmp_path / "link").symlink_to("thesis")
     os.mkfifo(tmp_path / "pipe")
-    monkeypatch.chdir(thesis if output in (".", "..") else tmp_path)
+    monkeypatch.chdir(tmp_path / "thesis")
     before = everything(tmp_path)
-    with pytest.raises(UserError, match=r"exists and is not the folder of a run.*name another --output") as caught:
-        in_process.run(tiny(), Path(output), overwrite=overwrite)
-    assert "\n" not in str(caught.value)
-    assert everything(tmp_path) == before
+    for output in (".", "..", "chapters", "../thesis", "../file", "../link", "../pipe"):
+        with pytest.raises(UserError, match=r"^[^\n]*exists and is not the folder of a run.*name another --output$"):
+            in_process.run(tiny(), Path(output), overwrite=overwrite)
+        assert everything(tmp_path) == before
 
 
 @pytest.mark.parametrize("kept", ["recipe.yaml", "checkpoints/manifest.json", "a link to checkpoints"])
@@ -63,16 +57,6 @@ def test_a_run_is_replaced_only_where_asked(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_folders_with_similar_names_stay(tmp_path):
-    for name in ("a.preparing", ".a.preparing", "a.replaced"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("precious")
-    before = everything(tmp_path)
-    RunDirectory.create(tmp_path / "a", FILES)
-    RunDirectory.create(tmp_path / "a", FILES, overwrite=True)
-    assert everything(tmp_path).items() >= before.items()
-
-
 def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
     RunDirectory.create(tmp_path / "a", FILES)
     for inside in (tmp_path / "a", tmp_path / "a" / "checkpoints"):
@@ -81,19 +65,7 @@ def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
             refuse_existing(tmp_path / "a", overwrite=True)
 
 
-def test_a_run_in_progress_is_not_replaced(tiny, tmp_path):
-    """It is refused before the data are loaded, and again when the new folder would take its place."""
-    with new_run(tmp_path / "a", FILES):
-        before = everything(tmp_path)
-        with pytest.raises(UserError, match="another process is at work on this run"):
-            in_process.run(tiny(), tmp_path / "a", overwrite=True)
-        assert everything(tmp_path) == before
-    in_process.run(tiny(rounds=1), tmp_path / "a", overwrite=True)
-
-
 def test_a_run_that_begins_while_another_is_prepared_is_not_replaced(tmp_path, monkeypatch):
-    from fedssl.run_folder import creation
-
     RunDirectory.create(tmp_path / "a", FILES)
     real, begun = creation.write_manifest, alone_in(tmp_path / "a")
     monkeypatch.setattr(creation, "write_manifest", lambda *arguments: (begun.__enter__(), real(*arguments)))
@@ -122,11 +94,9 @@ def test_a_lock_holds_for_the_folder_that_has_the_name(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "a", tmp_path / ("a" * 300)):
-        with pytest.raises(UserError, match=r"cannot be written: (Not a directory|File name too long)"):
-            RunDirectory.create(path, FILES)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(UserError, match="cannot be written: File name too long"):
+        RunDirectory.create(tmp_path / ("a" * 300), FILES)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_recipes_name_never_leaves_the_folder_of_runs():

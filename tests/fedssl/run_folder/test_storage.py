@@ -41,7 +41,7 @@ def test_what_is_beyond_the_length_or_not_a_whole_line_is_left_out(length, read,
     assert [row["who"] for row in read_csv(tmp_path / "file.csv", length)] == read
 
 
-@pytest.mark.parametrize("name", ['a, "b"', "é", "a\rb", "a\nb", "a\r\nb", "\x1b[31m", "a\0b", "\ud800", '"', ","])
+@pytest.mark.parametrize("name", ['a, "b"', "é", "a\rb", "a\nb", "\x1b[31m", "a\0b", "\ud800"])
 def test_a_name_of_unknown_origin_stays_one_cell_of_one_line(name, tmp_path):
     path = tmp_path / "file.csv"
     write_atomically(path, csv_text([["who", name], [name, "1"]]).encode())
@@ -71,11 +71,7 @@ def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (errno.ENOSPC, "no space left to write .*file: free some space"),
-        (errno.EIO, "file cannot be written: Input/out"),
-    ],
+    ("number", "message"), [(errno.ENOSPC, "no space left to write .*file: free"), (errno.EIO, "cannot be written: In")]
 )
 def test_a_write_that_fails_keeps_the_old_file(number, message, tmp_path, monkeypatch):
     path = tmp_path / "file"
@@ -92,14 +88,10 @@ def test_a_write_that_fails_keeps_the_old_file(number, message, tmp_path, monkey
 
 
 def test_what_is_below_a_file_cannot_be_written(tmp_path):
-    make_folder(tmp_path / "a" / "b")
-    make_folder(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file/b cannot be written"):
-        make_folder(tmp_path / "file" / "b")
-    with pytest.raises(UserError, match="file/a cannot be written: Not a directory"):
-        write_atomically(tmp_path / "file" / "a", b"")
+    for call in (make_folder, lambda path: write_atomically(path, b"")):
+        with pytest.raises(UserError, match="file/a cannot be written: Not a directory"):
+            call(tmp_path / "file" / "a")
 
 
 def test_a_message_is_read_as_it_was_written_also_by_the_library(tmp_path):
@@ -132,8 +124,7 @@ def test_all_files_are_flushed_and_their_folder_last(tmp_path, monkeypatch):
     for name in names:
         (tmp_path / name).write_text(name)
     flushed = []
-    path_of = "/proc/self/fd/{}".format
-    monkeypatch.setattr("os.fsync", lambda handle: flushed.append(os.readlink(path_of(handle))))
+    monkeypatch.setattr("os.fsync", lambda handle: flushed.append(os.readlink(f"/proc/self/fd/{handle}")))
     flush_files(tmp_path, names)
     assert sorted(flushed[:-1]) == sorted(str(tmp_path / name) for name in names)
     assert flushed[-1] == str(tmp_path)
@@ -172,9 +163,7 @@ def test_a_run_has_what_its_folder_holds(finished, tmp_path):
     assert finished.spectra == {"0": [2.0, 1.0]}
     assert finished.values[2, "1", "knn"] == 54.0
     assert [finished.architecture_of(k) for k in range(3)] == ["small_convnet", "small_convnet_wide", "small_convnet"]
-
-
-def test_the_global_model_stands_for_the_run_and_otherwise_the_mean(finished):
+    # the global model stands for the run, and otherwise the mean
     assert finished.overall("knn") == {0: 41.0, 2: 60.0}
     assert finished.overall("no such metric") == {}
     assert finished.evaluated("knn", "before") == 41.0
@@ -186,30 +175,22 @@ def test_the_global_model_stands_for_the_run_and_otherwise_the_mean(finished):
         finished.evaluated("knn", "later")
 
 
-def test_a_run_without_any_round_is_read(tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(), [])
-    run = read_run(tmp_path / "a")
-    assert (run.last_round, run.values, run.class_counts, run.spectra) == (-1, {}, [], {})
-
-
 def test_what_a_killed_run_wrote_after_its_last_commit_does_not_count(tiny, tmp_path):
-    """And it has no value after training."""
-    directory = write_run(tmp_path / "a", tiny(), evaluated(0, "knn", [40.0]) + evaluated(1, "knn", [45.0]))
-    directory.append_metrics(evaluated(2, "knn", [99.0]))
-    with open(tmp_path / "a" / "metrics.csv", "a") as file:
-        file.write("2,0,lin")
-    run = read_run(tmp_path / "a")
+    """And it has no value after training; without checkpoints, as in a copy, all whole lines count."""
+    path = tmp_path / "a"
+    directory = write_run(path, tiny(), evaluated(0, "knn", [40.0]) + evaluated(1, "knn", [45.0]))
+    directory.append_metrics(evaluated(2, "knn", [50.0]))
+    with open(path / "metrics.csv", "a") as file:
+        file.write("2,0,torn")
+    run = read_run(path)
     assert (run.finished, run.last_round) == (False, 1)
     assert run.overall("knn") == {0: 40.0, 1: 45.0}
     assert (run.evaluated("knn", "before"), run.evaluated("knn", "after")) == (40.0, None)
-
-
-def test_a_copy_without_checkpoints_is_read_up_to_its_last_whole_line(tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(), evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [50.0]))
-    (tmp_path / "a" / "checkpoints" / "manifest.json").unlink()
-    with open(tmp_path / "a" / "metrics.csv", "a") as file:
-        file.write("2,0,torn")
-    assert read_run(tmp_path / "a").evaluated("knn", "after") == 50.0
+    (path / "checkpoints" / "manifest.json").unlink()
+    assert read_run(path).evaluated("knn", "after") == 50.0
+    (path / "metrics.csv").unlink()
+    run = read_run(path)
+    assert (run.last_round, run.values, run.class_counts, run.spectra) == (-1, {}, [], {})
 
 
 @pytest.mark.parametrize(
@@ -218,7 +199,6 @@ def test_a_copy_without_checkpoints_is_read_up_to_its_last_whole_line(tiny, tmp_
         ("recipe.yaml", "- 1\n", "cannot be read as a run's folder: .*`name` or `rounds` is missing"),
         ("recipe.yaml", "{", "recipe.yaml is not YAML"),
         ("partition.csv", "client,cat\n0,many\n", "cannot be read as a run's folder: .*'many'"),
-        ("metrics.csv", "round,client,metric,value\n1,0,knn,abc\n", "metrics.csv cannot be read: expected the columns"),
         ("metrics.csv", "round,client,value\n1,0,3.5\n", "metrics.csv cannot be read: expected the columns round, cl"),
         ("checkpoints/manifest.json", "{", "manifest.json cannot be read as a checkpoint"),
     ],

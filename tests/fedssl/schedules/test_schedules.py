@@ -14,7 +14,6 @@ from fedssl.federation import Federation, build_federation
 from fedssl.messages import Message
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate
-from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.schedules.base import Plan
 from fedssl.schedules.layer_wise import LayerWise
@@ -49,12 +48,10 @@ def test_plans_of_the_papers_setting():
     layer_wise = LayerWise(rounds_per_stage=15)
     assert layer_wise.plan(12, 1, 0) == layer_wise.plan(12, 15, 0) == Plan(1, 1, active=(0,))
     assert layer_wise.plan(12, 16, 0) == Plan(2, 2, active=(1,), frozen=(0,), done=1)
-    assert layer_wise.plan(12, 180, 0) == Plan(12, 12, active=(11,), frozen=tuple(range(11)), done=11)
     four = LayerWise(layers_per_stage=4, rounds_per_stage=60)
     assert four.plan(12, 60, 0) == Plan(1, 4, active=(0, 1, 2, 3))
     assert four.plan(12, 180, 0) == Plan(3, 12, active=(8, 9, 10, 11), frozen=tuple(range(8)), done=8)
     progressive = Progressive(rounds_per_stage=15)
-    assert progressive.plan(12, 16, 0) == Plan(2, 2, active=(0, 1))
     assert progressive.plan(12, 180, 0) == Plan(12, 12, active=tuple(range(12)))
 
 
@@ -90,7 +87,7 @@ class Exchange:
         self.layers = self.federation.new_model(None).encoder
 
     def round(self, number: int, clients: list[int], break_client: int | None = None):
-        """(what went down, what came up), by client."""
+        """What went down and what came up, by client."""
         down, up = self.method.broadcast(self.server, clients, number), {}
         for k in clients:
             client = self.federation.client(k, self.states.get(k, Message()))
@@ -105,16 +102,11 @@ class Exchange:
 
     def names(self, layers, top: int | None = None) -> set[str]:
         """Entries of some layers; with `top`, what is on top at that depth, and the heads."""
-        found = {"online.encoder." + name for name in self.layers.names(layers, top=top)}
-        if top is not None:
-            heads = [n for n in self.server.tensors if not n.startswith("online.encoder.")]
-            found |= set(heads)
-        return found
+        heads = [name for name in self.server.tensors if top is not None and not name.startswith("online.encoder.")]
+        return {"online.encoder." + name for name in self.layers.names(layers, top=top)}.union(heads)
 
 
-@pytest.fixture(
-    scope="module", params=[("moco_v3", "small_vit"), ("byol", "small_resnet10"), ("simclr", "small_resnet10")], ids=str
-)
+@pytest.fixture(scope="module", params=[("byol", "small_resnet10"), ("simclr", "small_vit")], ids=str)
 def two_stages(request, staged):
     """Two stages of two layers and two rounds: objective, architecture, and all that was sent and kept, by round."""
     objective, architecture = request.param
@@ -174,27 +166,23 @@ def test_later_layers_are_untouched_and_reshaping_layers_are_left_behind(staged)
             assert mine not in state
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_optimiser_holds_only_what_trains(staged, optimizer, monkeypatch):
+def test_the_optimiser_holds_only_what_trains(staged, monkeypatch):
     held: list[int] = []
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-    step = kind.step
+    step = torch.optim.AdamW.step
 
     def counting(self, *arguments, **options):
         done = step(self, *arguments, **options)
         held.append(sum(t.numel() for state in self.state.values() for t in state.values() if t.dim()))
         return done
 
-    monkeypatch.setattr(kind, "step", counting)
-    recipe = staged(architecture="small_vit", training={"local_epochs": 1, "batch_size": 20, "optimizer": optimizer})
-    exchange = Exchange(recipe)
+    monkeypatch.setattr(torch.optim.AdamW, "step", counting)
+    exchange = Exchange(staged(architecture="small_vit"))
     for number in (1, 3):
         held.clear()
         _, up = exchange.round(number, [0])
         parameters = dict(exchange.federation.new_model(None).named_parameters())
         trained = sum(t.numel() for name, t in up[0].tensors.items() if name in parameters)
-        copies = 1 if optimizer == "sgd" else 2
-        assert set(held) == {copies * trained}
+        assert set(held) == {2 * trained}
 
 
 def test_a_client_that_joins_late_receives_what_it_lacks(staged):
@@ -210,10 +198,8 @@ def test_a_client_that_joins_late_receives_what_it_lacks(staged):
     assert down[2].num_bytes - down[0].num_bytes == missing
     for name in both:
         assert torch.equal(exchange.states[2].tensors["model/" + name], exchange.server.tensors[name])
-        assert torch.equal(exchange.states[2].tensors["model/" + name], exchange.states[0].tensors["model/" + name])
     # client 1 misses the whole of stage 4 but for its last round; client 2 has been there all the time
-    down, _ = exchange.round(7, [0, 2])
-    assert set(down[2].tensors) == exchange.names([3], top=4) | exchange.names([2])
+    exchange.round(7, [0, 2])
     down, _ = exchange.round(8, [1, 2])
     assert set(down[1].tensors) == exchange.names([3], top=4) | exchange.names([2])
     assert set(down[2].tensors) == exchange.names([3], top=4)
@@ -259,15 +245,6 @@ def test_a_dropped_layer_is_skipped_and_does_not_travel(staged):
     assert [model.encoder.switches(layer)[0].role for layer in range(4)] == 4 * ["active"]
 
 
-def test_a_client_that_lacks_dropped_layers_gets_them_too(staged):
-    exchange = Exchange(staged(architecture="small_vit", options={"kept_layers": 1}))
-    for number in (1, 2, 3):
-        exchange.round(number, [0])
-    down, up = exchange.round(4, [0, 1])
-    assert set(down[1].tensors) == exchange.names([0, 1, 2, 3], top=4)
-    assert set(up[1].tensors) == exchange.names([3], top=4)
-
-
 # Whole runs
 
 
@@ -285,7 +262,7 @@ def test_killed_around_a_stages_end_and_resumed_it_ends_alike(schedule, staged, 
     assert contents(killed) == contents(tmp_path / "undisturbed")
 
 
-def test_a_run_is_evaluated_at_its_depth(staged, tmp_path, monkeypatch):
+def test_a_run_is_evaluated_at_its_depth(tiny, tmp_path, monkeypatch):
     depths = []
 
     def watching(model, *arguments, **options):
@@ -293,16 +270,8 @@ def test_a_run_is_evaluated_at_its_depth(staged, tmp_path, monkeypatch):
         return evaluate_model(model, *arguments, **options)
 
     monkeypatch.setattr("fedssl.engines.rounds.evaluate_model", watching)
-    run(staged(evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}}), tmp_path / "a")
-    assert depths == [4, 1, 2, 3, 4]  # before training the untrained encoder, whole
-
-
-def test_other_aggregators_and_regularizers_work_on_the_layers_that_travel(staged):
-    parts = {"aggregators": ["eua"], "regularizers": ["uniformity", "proximal"]}
-    exchange = Exchange(staged(**parts))
-    for number in (1, 2):
-        _, up = exchange.round(number, [0, 1])
-        assert set(up[0].tensors) == exchange.names([number - 1], top=number)
+    run(tiny(**LW_FEDSSL, evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}}), tmp_path / "a")
+    assert depths == [4, 2, 4]  # before training the untrained encoder, whole
 
 
 # What does not fit
@@ -344,12 +313,8 @@ def test_the_encoder_is_bit_for_bit_that_of_an_untrained_run_of_the_same_seed(ti
     assert [sum(cost.flops.values()) for cost in estimate(federation)] == [0, 0]
 
 
-def test_a_scratch_run_measures_the_same_before_and_after_and_is_fine_tuned(tmp_path):
-    fine_tune = "evaluation.fine_tune={epochs: 2, warmup_epochs: 0}"
-    run(small("scratch", "rounds=1", fine_tune), tmp_path / "scratch")
-    found = {(n, m): v for n, who, m, v in RunDirectory.open(tmp_path / "scratch").read_metrics() if who == "global"}
+def test_a_scratch_run_measures_the_same_before_and_after(finished):
+    path = finished(small("scratch"))
+    found = {(n, m): v for n, who, m, v in RunDirectory.open(path).read_metrics() if who == "global"}
     for measure in ("knn", "linear", "effective_rank"):
-        assert found[0, measure] == found[1, measure]
-    assert {metric for number, metric in found if number == 1 and metric.startswith("fine_tune_")}
-    page = write_report([tmp_path / "scratch"], collapse=False, images=False)
-    assert "scratch" in page.read_text()
+        assert found[0, measure] == found[2, measure]

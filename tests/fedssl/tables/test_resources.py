@@ -154,16 +154,13 @@ def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, fe
     assert code == 0, err
     assert "8 runs: 2 rows x 2 scenarios x 2 seeds (0, 1)" in out
     few, many = out.split("\nfew\n")[1].split("\nmany\n")
-    assert "paper: kNN %" in few
-    assert "71.20" in few
-    assert "paper: linear %" in many
-    assert "88.8 ± 0.3" in many
-    assert "In all: " in many
+    for text, shown in ((few, ("paper: kNN %", "71.20")), (many, ("paper: linear %", "88.8 ± 0.3", "In all: "))):
+        assert all(part in text for part in shown), text
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.usefixtures("short_timings")
-@pytest.mark.parametrize("values", [AVERAGED, ALIGNED, SMALL | {"schedule": STAGES}])
+@pytest.mark.parametrize("values", [ALIGNED, SMALL | {"schedule": STAGES}])
 def test_operations_are_those_of_fedssl_cost(values):
     recipe = parse_recipe(tiny_values(**values))
     data = training_data(recipe.data, recipe.seed, None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import re
 
 import pytest
 
-from fedssl.tables.files import format_table, markdown_table, plain_table, write_results
+from fedssl.tables.files import format_table, markdown_table, write_results
 from fedssl.tables.results import Results, read_results, verdict
 from fedssl.tables.table import Table, cell_path
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
@@ -43,11 +42,6 @@ ALL = "beats every baseline and every control by more than the spread: alone by 
             "2.8). It beats alone by 3.0 and control 1 by 3.0.",
         ),
         (
-            {"ours": [53.0, 55.0], "alone": [60.0, 60.0]},
-            "no collaboration gain. ours with 54.0 ± 1.4 does not beat alone (6.0 below). It beats control 1 by 3.0 "
-            "and control 2 by 3.0.",
-        ),
-        (
             {"ours": [40.0, 40.0], "control 1": [40.0, 41.0], "control 2": [40.0, 40.0]},
             "no collaboration gain. ours with 40.0 ± 0.0 does not beat alone (11.0 below), control 1 (0.5 below, "
             "within the spread of 0.7) and control 2 (less than 0.1 away, within the spread of less than 0.1).",
@@ -70,19 +64,13 @@ def test_a_lead_equal_to_the_spread_is_no_gain():
         assert text.count("no collaboration gain") == 2 - gain
 
 
-@pytest.mark.parametrize(
-    ("knn", "expected"),
-    [
-        (
-            {"control 1": [53.0, 53.0], "control 2": [57.0, 57.0]},
-            "alone by 3.0. It does not beat control 1 (1.0 above, within the spread of 1.4) and control 2 (3.0 below).",
-        ),
-        ({}, "alone by 3.0, control 1 by 3.0 and control 2 by 3.0."),
-    ],
-)
-def test_a_comparison_says_what_the_method_beats_and_what_not(knn, expected):
+def test_a_comparison_says_what_the_method_beats_and_what_not():
     table = make_table(verdict="comparison", controls=[], baselines=["alone", "control 1", "control 2"])
-    assert knn_verdict(table, {"ours": [53.0, 55.0]} | knn) == f"ours with 54.0 ± 1.4 beats {expected}"
+    knn = {"ours": [53.0, 55.0], "control 1": [53.0, 53.0], "control 2": [57.0, 57.0]}
+    assert knn_verdict(table, knn) == (
+        "ours with 54.0 ± 1.4 beats alone by 3.0. It does not beat control 1 (1.0 above, within the spread of 1.4) and "
+        "control 2 (3.0 below)."
+    )
 
 
 def test_each_metric_is_judged_for_itself():
@@ -97,7 +85,6 @@ def test_a_method_not_above_the_untrained_encoder_is_told():
     table = make_table(metrics=["knn"])
     knn = {"ours": [53.0, 55.0], "alone": [1.0, 1.0], "control 1": [1.0, 1.0], "control 2": [1.0, 1.0]}
     text = verdict(table, results(knn, start=60.0))
-    assert text.startswith("kNN accuracy: a collaboration gain.")
     assert text.endswith("It is not above the untrained encoder (60.5 ± 0.7).")
     assert "untrained" not in verdict(table, results(knn, start=40.0))
 
@@ -108,7 +95,6 @@ def test_a_method_not_above_the_untrained_encoder_is_told():
         ({"seeds": [0]}, {"ours": [90.0]}, "one seed has no spread, at least two are needed."),
         ({"controls": []}, {}, "the table has no controls."),
         ({"baselines": []}, {}, "the table has no baselines."),
-        ({}, {"control 1": [1.0]}, "runs of control 1 are missing."),
         ({}, {"ours": [90.0], "alone": []}, "runs of ours and alone are missing."),
         ({"seeds": [0], "verdict": "comparison"}, {"ours": [53.0]}, "one seed has no spread, at least two are needed."),
     ],
@@ -136,12 +122,9 @@ def test_the_table_has_the_untrained_row_first_and_the_papers_figures_beside(tmp
             rows = evaluated(0, "knn", [40.0, 42.0]) + evaluated(2, "knn", [after - 1, after + 1])
             write_run(tmp_path / row.label / f"seed-{seed}", tiny(name=row.label, seed=seed), rows)
     found = read_results(table, tmp_path)
-    lines = [line.split() for line in format_table(table, found).splitlines()]
-    assert lines[0] == ["kNN", "%", "in", "the", "paper", "effective", "rank"]
-    assert lines[2] == ["untrained", "41.0", "±", "0.0", "-"]
-    assert lines[3] == ["ours", "52.0", "±", "1.4", "71.2", "-"]
-    assert lines[4] == ["alone", "51.0", "±", "1.4", "-"]
-    assert lines[5] == ["control", "1", "-", "-"]
+    lines = [" ".join(line.split()) for line in format_table(table, found).splitlines()]
+    assert lines[0] == "kNN % in the paper effective rank"
+    assert lines[2:6] == ["untrained 41.0 ± 0.0 -", "ours 52.0 ± 1.4 71.2 -", "alone 51.0 ± 1.4 -", "control 1 - -"]
     long = make_table(rows=[*ROWS, {"label": "a label of " + "many " * 9 + "words", "recipe": "local_only"}])
     text = format_table(long, read_results(long, tmp_path))
     assert max(map(len, text.splitlines())) <= 80
@@ -182,9 +165,8 @@ def test_scenarios_stand_side_by_side_with_the_papers_figures(two_scenarios):
     assert "Not all runs of alone (cross-device) are finished." in text
     assert "- cross-silo (K = 3): kNN accuracy: ours with 61.0 ± 1.4 beats alone by 10.0." in text
     assert "- cross-device: kNN accuracy: nothing can be said about the order: runs of alone are missing." in text
-    page = re.sub(r">\s+<", "><", (two_scenarios / "table.html").read_text(encoding="utf-8"))
-    spanning = '<th scope="colgroup" colspan="2">'
-    assert f'<td colspan="2"></td>{spanning}cross-silo (K = 3)</th>{spanning}cross-device</th>' in page
+    page = Page(two_scenarios / "table.html")
+    assert page.tables[0][0] == ["", "cross-silo (K = 3)", "cross-device"]
     for slug in ("cross-silo-k-3", "cross-device"):
         assert (two_scenarios / f"picture-{slug}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -245,13 +227,3 @@ def test_markdown_escapes_bars_and_folds_white_space():
     assert markdown_table(["row", "of\nwhat", "n"], [["a | b", "c", "1"]], text_columns=2) == (
         "| row | of what | n |\n|---|---|---:|\n| a \\| b | c | 1 |"
     )
-
-
-def test_plain_text_aligns_the_first_column_left_and_the_others_right():
-    assert plain_table(["", "kNN %", "x"], [["ours", "9.1", ""], ["a", "10.2", "-"]]).splitlines() == [
-        "      kNN %  x",
-        "--------------",
-        "ours    9.1",
-        "a      10.2  -",
-    ]
-    assert plain_table(["only"], []) == "only\n----"

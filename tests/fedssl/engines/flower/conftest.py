@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import pytest
 
 from fedssl.recipe.reading import parse_recipe
 from fedssl.recipe.recipe import Recipe
 from tests.fedssl.conftest import tiny_values
-
-if TYPE_CHECKING:
-    from tests.fedssl.engines.flower.deployment import Deployment
 
 if find_spec("flwr") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -46,34 +41,9 @@ def no_waiting(monkeypatch) -> None:
     monkeypatch.setattr(registration, "time", clock)
 
 
-@pytest.fixture(scope="session")
-def deployment(tmp_path_factory) -> Iterator[Deployment]:
-    """A SuperLink and three sites, which serve all end-to-end tests: starting them takes longer than a run.
-
-    Where nginx is installed, a reverse proxy is between them.
-    """
-    from tests.fedssl.engines.flower.deployment import Deployment
-
-    started = Deployment(tmp_path_factory.mktemp("deployment"), reverse_proxy=shutil.which("nginx") is not None)
-    try:
-        started.start_superlink()
-        started.register("site0", "site1", "site2")
-        for k in range(3):
-            started.start_node(k)
-        yield started
-    finally:
-        started.close()
-
-
 @pytest.fixture
-def quick(tiny, no_waiting) -> Callable[..., Recipe]:
-    """The tiny recipe under engine flower, whose server waits without waiting."""
-    return lambda **changes: tiny(**({"engine": "flower", "flower": WAITS} | changes))
-
-
-@pytest.fixture
-def private(no_waiting) -> Callable[..., Recipe]:
-    """The tiny recipe with Flower's privacy, whose server waits without waiting."""
+def quick(no_waiting) -> Callable[..., Recipe]:
+    """The tiny recipe under engine flower, with Flower's privacy if asked for, whose server waits without waiting."""
 
     def build(*, dp: dict | None = None, secure: dict | None = None, **changes) -> Recipe:
         options = WAITS | {"differential_privacy": dp, "secure_aggregation": secure}

@@ -7,6 +7,7 @@ with other things everything takes longer and ends the same.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -15,11 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import yaml
 
@@ -109,15 +110,14 @@ def with_package() -> dict[str, str]:
 class Deployment:
     """Everything below one folder; `close` ends every process that was started.
 
-    Sites reach the SuperLink through a proxy that counts the bytes, and with `reverse_proxy` through nginx behind it.
+    Sites reach the SuperLink through a proxy that counts the bytes.
     """
 
-    def __init__(self, folder: Path, reverse_proxy: bool = False, patience: float = PATIENCE):
+    def __init__(self, folder: Path, patience: float = PATIENCE):
         self.folder = folder
         self.patience = patience  # seconds until a wait is given up
         self.port = free_port()
-        self.reverse_proxy = free_port() if reverse_proxy else None
-        self.proxy = CountingProxy(self.reverse_proxy or self.port)
+        self.proxy = CountingProxy(self.port)
         self.processes: dict[str, subprocess.Popen] = {}
         self.faults = folder / "faults"
         self.faults.mkdir()
@@ -151,22 +151,9 @@ class Deployment:
         return process
 
     def start_superlink(self) -> None:
-        options = ["--reverse-proxy", str(self.reverse_proxy)] if self.reverse_proxy else []
-        self.start("superlink", ["superlink", "superlink", "--port", str(self.port), *options])
-        self.wait_for(self.listening, "the SuperLink listens")
-        if self.reverse_proxy and "nginx" not in self.processes:
-            self._start_reverse_proxy(self.reverse_proxy)
+        self.start("superlink", ["superlink", "superlink", "--port", str(self.port)])
+        self.wait_for(lambda: is_listening(self.port), "the SuperLink listens")
         self.proxy.open()
-
-    def _start_reverse_proxy(self, port: int) -> None:
-        """Nginx as one process, which ends with this one."""
-        from fedssl.deploy.flower_commands import end_with_parent
-
-        configuration = self.folder / "superlink" / "nginx.conf"
-        command = ["nginx", "-c", str(configuration), "-g", "daemon off; master_process off;"]
-        with open(self.log("nginx"), "ab") as log:
-            self.processes["nginx"] = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=end_with_parent)
-        self.wait_for(lambda: is_listening(port), "the reverse proxy listens")
 
     def start_node(
         self, client: int, name: str | None = None, authority: Path | None = None, before: tuple[str, ...] = ()
@@ -195,12 +182,10 @@ class Deployment:
         kill_marked(self._mark(name))
         process.wait()
         if name == "superlink":  # a killed process still listens for as long as its memory is taken down
-            poll(lambda: not self.listening(), "the killed SuperLink listens no more")
+            poll(lambda: not is_listening(self.port), "the killed SuperLink listens no more")
 
     def close(self) -> None:
         kill_marked(f"{self.folder}/")
-        if "nginx" in self.processes:  # which writes its name over the mark
-            self.processes["nginx"].kill()
         for process in self.processes.values():
             process.wait()
         self.proxy.close()
@@ -250,18 +235,6 @@ class Deployment:
 
     # Waiting
 
-    def listening(self) -> bool:
-        return is_listening(self.port)
-
-    def memory(self, name: str) -> int:
-        """Bytes of the most memory that a process and those that it started have had so far, added up."""
-        peaks = []
-        for pid in marked(self._mark(name)):
-            with contextlib.suppress(OSError):
-                status = Path(f"/proc/{pid}/status").read_text()
-                peaks += [int(line.split()[1]) * 2**10 for line in status.splitlines() if line.startswith("VmHWM")]
-        return sum(peaks)
-
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
@@ -272,7 +245,7 @@ class Deployment:
         """Wait for a condition; fails at once where a SuperLink or a site of the run has ended by itself."""
 
         def holds() -> bool:
-            ended = [name for name in ("superlink", "nginx", "site0", "site1", "site2") if self.has_ended(name)]
+            ended = [name for name in ("superlink", "site0", "site1", "site2") if self.has_ended(name)]
             assert not ended, f"{ended} ended before {what}\n{self.logs()}"
             return condition()
 
@@ -290,13 +263,12 @@ def run_flwr(home: Path, *arguments: str) -> dict:
     from flwr.cli.app import app
     from typer.testing import CliRunner
 
-    with _standard_output() as read:
+    with mock.patch.object(sys, "__stdout__", io.StringIO()) as out:  # where Flower writes JSON
         done = CliRunner(env={"FLWR_HOME": str(home)}).invoke(app, [*arguments, "--format=json"])
-        text = read()
     try:
-        answer: dict = json.loads(text)
+        answer: dict = json.loads(out.getvalue())
     except ValueError:
-        raise AssertionError(f"flwr {' '.join(arguments)}: {text}{done.output} {done.exception!r}") from None
+        raise AssertionError(f"flwr {' '.join(arguments)}: {out.getvalue()}{done.output} {done.exception!r}") from None
     return answer
 
 
@@ -366,28 +338,6 @@ def _bound(port: int) -> socket.socket:
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", port))
     return kept
-
-
-@contextlib.contextmanager
-def _standard_output():
-    """What is written to the process's own standard output, as Flower does with JSON; read by the yielded function."""
-    assert sys.__stdout__ is not None
-    sys.__stdout__.flush()
-    kept = os.dup(1)
-    with tempfile.TemporaryFile() as file:
-
-        def read() -> str:
-            sys.__stdout__.flush()
-            file.seek(0)
-            return file.read().decode()
-
-        os.dup2(file.fileno(), 1)
-        try:
-            yield read
-        finally:
-            sys.__stdout__.flush()
-            os.dup2(kept, 1)
-            os.close(kept)
 
 
 def missing_tools() -> str | None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.supercore import heartbeat
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.fleet_http_client import FleetHttpClient
@@ -57,12 +56,6 @@ def equal_pieces(records: RecordDict) -> None:
     records["tensors"] = ArrayRecord({"uint8": Array("uint8", (len(data),), "torch.raw", data)})
 
 
-def many_measures(records: RecordDict) -> None:
-    """An evaluation of 5,000 measures."""
-    measures = {f"evaluation/fine_tune_{i}": 1.0 for i in range(5_000)}
-    records["numbers"] = MetricRecord(dict(records["numbers"]) | measures)
-
-
 def _changed(change: Callable[[Message], None]) -> Callable[[RecordDict], None]:
     def apply(records: RecordDict) -> None:
         message = from_records(records)
@@ -71,13 +64,6 @@ def _changed(change: Callable[[Message], None]) -> Callable[[RecordDict], None]:
             records[name] = record
 
     return apply
-
-
-def few_rows(message: Message) -> None:
-    """Representations of five images, where all clients must send those of all public images."""
-    for name, tensor in message.tensors.items():
-        if name.startswith("representation."):
-            message.tensors[name] = torch.ones(5, tensor.shape[1])
 
 
 def weights_of(value: float) -> Callable[[Message], None]:
@@ -99,8 +85,6 @@ def many_samples(message: Message) -> None:
 HOSTILE: dict[str, Callable[[RecordDict], None]] = {
     "records": many_records,
     "pieces": equal_pieces,
-    "measures": many_measures,
-    "rows": _changed(few_rows),
     "weights": _changed(weights_of(9e5)),
     "1e30": _changed(weights_of(1e30)),
     "samples": _changed(many_samples),

@@ -23,6 +23,8 @@ from fedssl.engines.flower.server import FlowerClients
 from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
+from fedssl.messages import Message
+from fedssl.method import Method
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import SITES_RUN, RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
@@ -54,6 +56,7 @@ class LoopGrid:
         self.numbers = itertools.count()
         self.silent: set[int] = set()  # nodes that answer no round
         self.tamper = lambda node, reply: None
+        self.tasks: list[dict[str, Any]] = []  # of the messages to the nodes
         self.sent: list[FlowerMessage] = []  # by the nodes
         #: which messages of SecAgg+ are lost, by node, stage and round
         self.loses: Callable[[int, str, str], bool] = lambda node, stage, number: False
@@ -67,6 +70,7 @@ class LoopGrid:
         for message in messages:
             node, name = message.metadata.dst_node_id, f"message {next(self.numbers)}"
             names.append(name)
+            self.tasks.append(dict(message.content["task"]))
             if node in self.silent and message.metadata.message_type != "query":
                 continue
             if record := message.content.get(RECORD_KEY_CONFIGS):
@@ -99,7 +103,29 @@ def changed(change: Callable[[RecordDict], object], client: int = 1, kind: str =
         if (node, reply.metadata.message_type) == (11 + client, kind) and reply.has_content():
             change(reply.content)
 
-    return lambda grid, patch: setattr(grid, "tamper", tamper)
+    return lambda grid, patch: patch.setattr(grid, "tamper", tamper)
+
+
+def after_training(change: Callable[[Message], object], client: int = 1) -> Prepare:
+    """Change a client's message once it has trained, or do something else there."""
+
+    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+        real = Method.client_round
+
+        def client_round(method, trained, *arguments):
+            reply = real(method, trained, *arguments)
+            if trained.index == client:
+                change(reply)
+            return reply
+
+        patch.setattr(Method, "client_round", client_round)
+
+    return prepare
+
+
+def silent(node: int) -> Prepare:
+    """A node answers no round."""
+    return lambda grid, patch: patch.setattr(grid, "silent", {node})
 
 
 class WarningRecorder(Observer):
@@ -110,6 +136,28 @@ class WarningRecorder(Observer):
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
+
+
+class FaultsByRound(WarningRecorder):
+    """Also prepares a grid for each round, for that round alone."""
+
+    def __init__(self, grid: LoopGrid, faults: dict[int, Prepare]):
+        super().__init__()
+        self.grid, self.faults, self.patch = grid, faults, pytest.MonkeyPatch()
+
+    def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
+        self.prepare(first_round)
+
+    def round_ended(self, number: int, rows: object) -> None:
+        self.patch.undo()
+        self.prepare(number + 1)
+
+    def run_ended(self, finished: bool) -> None:
+        self.patch.undo()
+
+    def prepare(self, number: int) -> None:
+        if fault := self.faults.get(number):
+            fault(self.grid, self.patch)
 
 
 def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[RunDirectory, LoopGrid]:
@@ -126,14 +174,20 @@ def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[
 
 
 def run_on(
-    recipe: Recipe, directory: RunDirectory, grid: LoopGrid, progress: WarningRecorder | None = None
+    recipe: Recipe,
+    directory: RunDirectory,
+    grid: LoopGrid,
+    progress: WarningRecorder | None = None,
+    *,
+    rounds: bool = True,
 ) -> list[str]:
-    """Run a recipe on the nodes of `start`; returns the warnings."""
+    """Run a recipe on the nodes of `start`, or without `rounds` only register them; returns the warnings."""
     progress = progress or WarningRecorder()
     federation = private_federation(build_federation(recipe))
     clients = FlowerClients(grid, federation, directory, progress, "run", threading.Event())
     clients.connect()
-    run_rounds(federation, directory, progress, clients)
+    if rounds:
+        run_rounds(federation, directory, progress, clients)
     return progress.warnings
 
 
@@ -150,12 +204,13 @@ class Clock:
         self.now += seconds
 
 
-def write_sites(folder: Path, count: int = 3, **keys) -> list[Path]:
-    """Site files for the first clients, each with further keys."""
+def write_sites(folder: Path, count: int = 3, own: dict[int, dict] | None = None, **keys) -> list[Path]:
+    """Site files for the first clients, each with further keys; `own` has those of one client."""
     files = []
     for k in range(count):
         file = folder / f"site{k}.yaml"
-        file.write_text(yaml.safe_dump({"client": k, "state": str(folder / f"state{k}")} | keys))
+        values = {"client": k, "state": str(folder / f"state{k}")} | keys | (own or {}).get(k, {})
+        file.write_text(yaml.safe_dump(values))
         files.append(file)
     return files
 
@@ -167,7 +222,6 @@ HUGE = {"name": "fixed_clipping", "clipping_norm": 1e9, "noise_multiplier": 0}
 SECURE = {"name": "secagg_plus", "max_weight": 60}
 WEIGHTS = AVERAGED | SMALL
 EQUAL = WEIGHTS | {"partition": {"name": "iid", "clients": 3}}  # differential privacy counts all clients the same
-FEDEMA = WEIGHTS | {"local_update": "fedema"}
 #: with small steps: rounding by the masks or by clipping stays small
 LAYER_WISE = LW_FEDSSL | SMALL | {"training": {"local_epochs": 1, "batch_size": 8, "learning_rate": 0.001}}
 

@@ -6,12 +6,10 @@ import csv
 import os
 import re
 import shutil
-import socket
-import ssl
 import subprocess
 import sysconfig
 import time
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +26,11 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, totals
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
+from tests.fedssl.deploy.test_start_scripts import post
 from tests.fedssl.engines.flower.deployment import (
     MARK,
     PATIENCE,
+    Deployment,
     free_port,
     kill_marked,
     make_authority,
@@ -41,81 +41,85 @@ from tests.fedssl.engines.flower.deployment import (
 )
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
 from tests.fedssl.engines.flower.loop_grid import assert_close
-from tests.fedssl.engines.short_runs import metric
 
 pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 
-# large layers and many public images, so that what Flower adds to each tensor is little beside it
-KINDS = {
-    "hetero_ssfl": METHODS["hetero_ssfl"]
-    | {"objective": {"name": "byol", "hidden_features": 32, "output_features": 256}, "public": 600},
-    "lw_fedssl": METHODS["lw_fedssl"]
-    | {
-        "objective": {"name": "moco_v3", "hidden_features": 768, "output_features": 256},
-        "architectures": ["small_convnet_wide"],
-    },
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory) -> Iterator[Deployment]:
+    """A SuperLink and three sites, which serve all end-to-end tests: starting them takes longer than a run."""
+    started = Deployment(tmp_path_factory.mktemp("deployment"))
+    try:
+        started.start_superlink()
+        started.register("site0", "site1", "site2")
+        for k in range(3):
+            started.start_node(k)
+        yield started
+    finally:
+        started.close()
+
+
+# large layers, so that what Flower adds to each tensor is little beside it
+LARGE = METHODS["lw_fedssl"] | {
+    "objective": {"name": "moco_v3", "hidden_features": 768, "output_features": 256},
+    "architectures": ["small_convnet_wide"],
 }
 EQUAL = AVERAGED | {"partition": {"name": "iid", "clients": 3}, "rounds": 1}  # as privacy counts the clients
 WAITS = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
 
 
 @dataclass
-class Runs:
-    """The runs of all kinds, made at the same time, beside one that fails; and the bytes of them all at the socket."""
+class FinishedRun:
+    """Flower's name of a run, its folder, and its bytes at the socket, with TLS, HTTP and all messages."""
 
-    ids: dict[str, str]
-    failed: str
+    id: str
+    folder: Path
     bytes: int
 
 
 @pytest.fixture(scope="module")
-def runs(deployment, noisy) -> Runs:
-    before = deployment.proxy.bytes
-    spoiled = noisy(**METHODS["hetero_ssfl"], seed=1, guard={"minimum_answers": 3}, engine="flower", flower=WAITS)
-    deployment.break_round(spoiled, 1, 1, "nan")
-    failed = deployment.submit(spoiled, deployment.folder / "spoiled")
-    ids = {}
-    for kind, method in KINDS.items():
-        ids[kind] = deployment.submit(noisy(**method, engine="flower", flower=WAITS), deployment.folder / kind)
-    for run in (failed, *ids.values()):
-        deployment.finish(run)
-    return Runs(ids, failed, deployment.proxy.bytes - before)
+def large(deployment, noisy) -> FinishedRun:
+    before, folder = deployment.proxy.bytes, deployment.folder / "large"
+    run = deployment.submit(noisy(**LARGE, engine="flower", flower=WAITS), folder)
+    assert deployment.finish(run) == "finished:completed", deployment.logs()
+    return FinishedRun(run, folder, deployment.proxy.bytes - before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_across_machines_the_run_is_the_one_in_this_process_bit_for_bit(kind, deployment, runs, finished, noisy):
-    assert deployment.look(runs.ids[kind])["status"] == "finished:completed", deployment.logs()
-    here, there = finished(noisy(**KINDS[kind])), deployment.folder / kind
+def test_across_machines_the_run_is_the_one_in_this_process_bit_for_bit(large, finished, noisy):
+    here = finished(noisy(**LARGE))
     last = RunDirectory.open(here).checkpoint.round
     for name in ("metrics.csv", "spectrum.csv", f"checkpoints/server.round-{last:05d}.safetensors"):
-        assert (here / name).read_bytes() == (there / name).read_bytes(), name
+        assert (here / name).read_bytes() == (large.folder / name).read_bytes(), name
 
 
-def test_the_bytes_on_the_wire_are_those_that_were_predicted(deployment, runs, noisy):
-    """Those of each kind by Flower's own count, and those of all at the socket, with TLS, HTTP and all messages."""
-    predicted = {}
-    for kind, method in KINDS.items():
-        cost = totals(estimate(build_federation(noisy(**method))))
-        traffic = deployment.look(runs.ids[kind])["network-traffic"]
-        predicted[kind] = cost["bytes_up"] + cost["bytes_down"]
-        print(f"{kind}: Flower's count / predicted: {traffic['total-bytes'] / predicted[kind]:.4f}")
-        assert traffic["inbound-bytes"] == pytest.approx(cost["bytes_up"], rel=0.03), kind
-        assert traffic["outbound-bytes"] == pytest.approx(cost["bytes_down"], rel=0.03), kind
-    rest = deployment.look(runs.failed)["network-traffic"]["total-bytes"]
-    print(f"all: bytes at the socket / predicted: {(runs.bytes - rest) / sum(predicted.values()):.4f}")
-    assert runs.bytes - rest == pytest.approx(sum(predicted.values()), rel=0.03)
+def test_the_bytes_on_the_wire_are_those_that_were_predicted(deployment, large, noisy):
+    """By Flower's own count, and at the socket."""
+    cost = totals(estimate(build_federation(noisy(**LARGE))))
+    traffic, predicted = deployment.look(large.id)["network-traffic"], cost["bytes_up"] + cost["bytes_down"]
+    print(f"Flower's count / predicted: {traffic['total-bytes'] / predicted:.4f}")
+    print(f"bytes at the socket / predicted: {large.bytes / predicted:.4f}")
+    assert traffic["inbound-bytes"] == pytest.approx(cost["bytes_up"], rel=0.03)
+    assert traffic["outbound-bytes"] == pytest.approx(cost["bytes_down"], rel=0.03)
+    assert large.bytes == pytest.approx(predicted, rel=0.03)
 
 
-def test_under_the_minimum_a_run_fails_clearly_and_keeps_what_was_committed(deployment, runs):
-    listed = deployment.look(runs.failed)
-    assert listed["status"] == "finished:failed"
-    print(listed["status-details"])
-    assert "guard.minimum_answers is 3" in listed["status-details"]
-    assert deployment.committed(deployment.folder / "spoiled") == 0
+def test_who_has_no_key_fills_no_memory(deployment):
+    """The SuperLink's own port refuses 32 MiB before it has read them; test_limits.py has the rules one by one."""
+    authority = deployment.folder / "superlink" / "ca.crt"
+    assert post(deployment.port, authority, "/v1/fleet/push-object", 2**25) == 413
+
+
+def test_under_the_minimum_a_run_fails_clearly_and_keeps_what_was_committed(deployment, noisy):
+    few = noisy(**AVERAGED, seed=1, guard={"minimum_answers": 3}, engine="flower", flower=WAITS)
+    deployment.break_round(few, 1, 1, "nan")
+    run = deployment.submit(few, deployment.folder / "few")
+    assert deployment.finish(run) == "finished:failed"
+    assert "guard.minimum_answers is 3" in deployment.look(run)["status-details"]
+    assert deployment.committed(deployment.folder / "few") == 0
 
 
 @pytest.fixture(scope="module")
-def private(deployment, runs, noisy) -> Path:
+def private(deployment, noisy) -> Path:
     """The folder of a run with secure aggregation and clipping."""
     options = {
         "secure_aggregation": {"name": "secagg_plus"},
@@ -162,20 +166,24 @@ def deadline(private: Path) -> int:
 
 
 def test_faults(deployment, private, noisy, tmp_path):
-    """One run of four rounds, in which everything goes wrong.
+    """One run of five rounds, in which everything goes wrong.
 
     round 1: site 1 sends weights that would spoil the mean
     round 2: site 1 says that it has a trillion images, site 2 sends a wrong shape: all are refused by name
     round 3: site 1 is killed while it trains, site 2 hangs: both are dropped at the deadline
-    round 4: the SuperLink is killed and started again, site 1 too; the run is started again and continues
+    round 4: the SuperLink is killed and started again, site 1 too; the run is started again and continues;
+        site 2 answers with 2,000 records, which the SuperLink refuses
+    round 5: site 2 answers with 300 MiB, of which the server reads no more than it takes
     meanwhile a node with an unknown key and one that trusts another authority try to get in
     """
     seconds = deadline(private)
     print(f"the round's deadline: {seconds} s")
-    recipe = noisy(**AVERAGED, rounds=4, engine="flower", flower=WAITS | {"round_seconds": seconds})
-    deployment.break_round(recipe, 1, 1, "weights")
-    deployment.break_round(recipe, 1, 2, "samples")
-    deployment.break_round(recipe, 2, 2, "shape")
+    recipe = noisy(**AVERAGED, rounds=5, engine="flower", flower=WAITS | {"round_seconds": seconds})
+    for client, number, fault in (
+        *((1, 1, "weights"), (1, 2, "samples"), (2, 2, "shape")),
+        *((2, 4, "records"), (2, 5, "pieces")),
+    ):
+        deployment.break_round(recipe, client, number, fault)
     faults = [deployment.break_round(recipe, k, 3, "hang") for k in (1, 2)]
     output = deployment.folder / "run"
     first = deployment.submit(recipe, output)
@@ -202,7 +210,7 @@ def test_faults(deployment, private, noisy, tmp_path):
 
     with open(output / "refused.csv") as file:
         lost = {(int(row["round"]), int(row["client"])): row["reason"] for row in csv.DictReader(file)}
-    assert list(lost) == [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2)], f"{lost}\n{deployment.logs()}"
+    assert list(lost) == [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 2), (5, 2)], f"{lost}\n{deployment.logs()}"
     name = next(iter(build_federation(recipe).method.initial_state().tensors))
     assert " holds 9e+05 in magnitude, far above the round's median: expected at most 1e+03" in lost[1, 1]
     assert lost[2, 1].startswith("samples is 1e+12, more than twice ")
@@ -212,8 +220,10 @@ def test_faults(deployment, private, noisy, tmp_path):
     late = {f"no answer within {seconds} s", "no answer in time"}
     assert lost[3, 1] in late | {"its node is no longer connected"}
     assert lost[3, 2] in late
-    replay(noisy(**AVERAGED, rounds=4), tmp_path / "replayed", {1: {1}, 2: {1, 2}, 3: {1, 2}})
-    state = "checkpoints/server.round-00004.safetensors"
+    assert " pieces, more than 1000, the most that the SuperLink takes" in lost[4, 2]
+    assert "its answer is larger than " in lost[5, 2]
+    replay(noisy(**AVERAGED, rounds=5), tmp_path / "replayed", {1: {1}, 2: {1, 2}, 3: {1, 2}, 4: {2}, 5: {2}})
+    state = "checkpoints/server.round-00005.safetensors"
     assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
 
     for intruder in ("unknown", "misled"):
@@ -222,65 +232,6 @@ def test_faults(deployment, private, noisy, tmp_path):
         assert "SuperNode ID" not in log, log
         assert "Exit Code: 305" in log, log
     assert "CERTIFICATE_VERIFY_FAILED" in deployment.log("misled").read_text(errors="replace")
-
-
-# A hostile site
-
-
-#: by round, what the hostile site makes of its answer, and why it is left out, if it is: an evaluation counts by itself
-ATTACKS: dict[int, tuple[str, str | None]] = {
-    0: ("rows", "representation.1 has shape [5, 16], expected [30, any]"),
-    1: ("records", " pieces, more than 1000, the most that the SuperLink takes"),
-    2: ("pieces", "its answer is larger than "),
-    3: ("measures", None),
-}
-
-
-def test_the_honest_sites_end_with_their_result(deployment, noisy, tmp_path):
-    """The run is that of the honest sites, as if the hostile one had not answered."""
-    method = METHODS["hetero_ssfl"] | {"rounds": 3, "seed": 10}
-    attacked = noisy(**method, engine="flower", flower={"round_seconds": PATIENCE, "connect_seconds": PATIENCE})
-    for number, (fault, _) in ATTACKS.items():
-        deployment.break_round(attacked, 1, number, fault)
-    output = deployment.folder / "attacked"
-    assert deployment.finish(deployment.submit(attacked, output)) == "finished:completed", deployment.logs()
-    assert not list(deployment.faults.iterdir())
-    with open(output / "refused.csv") as file:
-        refused = {(row["client"], int(row["round"])): row["reason"] for row in csv.DictReader(file)}
-    left_out = {("1", number): reason for number, (_, reason) in ATTACKS.items() if reason}
-    assert refused.keys() == left_out.keys(), refused
-    assert all(reason in refused[place] for place, reason in left_out.items()), refused
-    assert metric(output, "knn", 3).keys() == {"0", "2", "mean"}
-    replay(noisy(**method), tmp_path / "replayed", {number: {1} for _, number in left_out})
-    state = "checkpoints/server.round-00003.safetensors"
-    assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
-
-
-def post(port: int, path: str, size: int) -> int:
-    """The status with which a request of `size` bytes is answered; the body is sent until the other end closes."""
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with context.wrap_socket(socket.create_connection(("127.0.0.1", port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/protobuf\r\n"
-        connection.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
-        with suppress(OSError):
-            for _ in range(size // 2**20):
-                connection.sendall(bytes(2**20))
-        with suppress(OSError):
-            return int(connection.recv(2**16).split()[1])
-        return 0  # closed before the answer could be read
-
-
-@pytest.mark.parametrize("place", ["reverse proxy", "port"])
-def test_who_has_no_key_fills_no_memory(place, deployment):
-    """64 MiB to the sites' interface: refused by the reverse proxy, and by the SuperLink itself where there is none."""
-    if place == "reverse proxy" and deployment.reverse_proxy is None:
-        pytest.skip("nginx is not installed")
-    port = deployment.reverse_proxy if place == "reverse proxy" else deployment.port
-    before = deployment.memory("superlink")
-    statuses = [post(port, "/v1/fleet/push-object", 2**26) for _ in range(5)]
-    assert set(statuses) <= {413, 0}, statuses
-    assert deployment.memory("superlink") - before < 2**25
 
 
 # docs/deploy.md, from nothing to a run of two sites

@@ -33,7 +33,7 @@ from fedssl.reports.report import build_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import FEDU2
-from tests.fedssl.engines.flower.loop_grid import EQUAL, HUGE, LAYER_WISE, assert_close, run_on, start, weights
+from tests.fedssl.engines.flower.loop_grid import EQUAL, HUGE, assert_close, run_on, start
 from tests.fedssl.engines.short_runs import SMALL, metric, stopped_before_commit
 
 
@@ -154,11 +154,9 @@ def test_the_servers_noise_is_scaled_by_the_clients_in_the_mean(tiny):
     assert noisy.config == {"refused/2": "samples is nan, expected a positive number"}
 
 
-@pytest.mark.parametrize("method", [FEDU2 | SMALL, LAYER_WISE], ids=["fedu2", "layers"])
-def test_without_noise_and_clipping_the_run_is_the_plain_one(method, private, finished, tiny, tmp_path):
-    method = method | {"partition": EQUAL["partition"]}
-    privacy = {"name": "local_dp", "clipping_norm": 1e6, "epsilon": 1e30, "delta": 1e-5}
-    recipe = private(dp=privacy, **method)
+def test_without_noise_and_clipping_the_run_is_the_plain_one(quick, finished, tiny, tmp_path):
+    method = FEDU2 | SMALL | {"partition": EQUAL["partition"]}
+    recipe = quick(dp={"name": "local_dp", "clipping_norm": 1e6, "epsilon": 1e30, "delta": 1e-5}, **method)
     assert run_on(recipe, *start(recipe, tmp_path / "private")) == []
     assert_close(finished(tiny(**method)), tmp_path / "private", atol=1e-6)
     initial = build_federation(recipe).method.initial_state().tensors
@@ -169,15 +167,6 @@ def test_without_noise_and_clipping_the_run_is_the_plain_one(method, private, fi
     assert metric(tmp_path / "private", "loss", 1) == {}
 
 
-def test_a_small_clipping_norm_bounds_how_far_the_mean_moves(private, tmp_path):
-    privacy = HUGE | {"clipping_norm": 0.01}
-    recipe = private(dp=privacy, **EQUAL, rounds=1)
-    run_on(recipe, *start(recipe, tmp_path / "private"))
-    initial = build_federation(recipe).method.initial_state().tensors
-    moved = sum(float((t.double() - initial[name]).square().sum()) for name, t in weights(tmp_path / "private").items())
-    assert 0 < math.sqrt(moved) <= 0.01 * (1 + 1e-3)
-
-
 # The privacy that a run spends: against dp-accounting's accountant, over kills, and against a budget
 
 
@@ -186,8 +175,7 @@ def test_a_small_clipping_norm_bounds_how_far_the_mean_moves(private, tmp_path):
     [
         # the last number is the noise's deviation divided by the distance of two clipped updates
         (FixedClipping(**CENTRAL), 1, 2.0),
-        (FixedClipping(**CENTRAL | {"noise_multiplier": 10, "delta": 1e-6}), 30, 5.0),
-        (FixedClipping(**CENTRAL | {"noise_multiplier": 1.4, "clipping_norm": 7}), 5, 0.7),
+        (FixedClipping(**CENTRAL | {"noise_multiplier": 10, "clipping_norm": 7, "delta": 1e-6}), 30, 5.0),
         (LocalDP(**LOCAL), 12, math.sqrt(2 * math.log(1.25e5)) / 0.5),
         (LocalDP(**LOCAL | {"clipping_norm": 3, "sensitivity": 3}), 12, math.sqrt(2 * math.log(1.25e5)) / 0.5 / 2),
     ],
@@ -210,8 +198,8 @@ def test_what_costs_nothing_what_cannot_be_bounded_and_rounds_within_a_budget():
 
 
 @pytest.mark.parametrize("dp", [LOCAL, CENTRAL], ids=["local", "central"])
-def test_a_resumed_run_continues_the_count(dp, private, tmp_path):
-    recipe = private(dp=dp, **EQUAL, rounds=3)
+def test_a_resumed_run_continues_the_count(dp, quick, tmp_path):
+    recipe = quick(dp=dp, **EQUAL, rounds=3)
     directory, grid = start(recipe, tmp_path / "run")
     with stopped_before_commit(2):
         run_on(recipe, directory, grid)
@@ -231,30 +219,25 @@ def test_a_resumed_run_continues_the_count(dp, private, tmp_path):
     assert f'<td class="number">{epsilon_after(options, max(rounds.values())):.4g}</td>' in page
 
 
-def test_the_budget_stops_a_run_before_the_round_that_would_pass_it(private, tmp_path):
+def test_the_budget_stops_a_run_and_without_its_count_it_is_not_continued(quick, tmp_path):
+    """Before the round that would pass the budget."""
     privacy = FixedClipping(**CENTRAL)
     budget = (epsilon_after(privacy, 2) + epsilon_after(privacy, 3)) / 2
-    recipe = private(dp=CENTRAL, **EQUAL, rounds=5)
+    recipe = quick(dp=CENTRAL, **EQUAL, rounds=5)
     recipe = recipe.model_copy(update={"flower": recipe.flower.model_copy(update={"epsilon_budget": budget})})
     directory, grid = start(recipe, tmp_path / "run")
     left = budget - epsilon_after(privacy, 2)
     with pytest.raises(UserError, match=rf"round 3 is not begun.* so {left:.6g} is left, less than a round takes"):
         run_on(recipe, directory, grid)
-    assert RunDirectory.open(tmp_path / "run").checkpoint.round == 2
+    directory = RunDirectory.open(tmp_path / "run")
+    assert directory.checkpoint.round == 2
     assert {reply.metadata.group_id for reply in grid.sent} <= {"0", "1", "2"}  # nobody was asked in round 3
     assert max(metric(tmp_path / "run", "epsilon", 2).values()) <= budget
 
-
-def test_a_run_without_its_count_is_not_continued(private, tmp_path):
-    recipe = private(dp=CENTRAL, **EQUAL, rounds=2)
-    directory, grid = start(recipe, tmp_path / "run")
-    run_on(recipe, directory, grid)
-    options = FlowerOptions(differential_privacy=CENTRAL)
     file = tmp_path / "run" / PRIVACY_FILE
     spent = json.loads(file.read_text())
     assert spent == {"round": 2, "asked": [0, 1, 2], "earlier": {"0": 1, "1": 1, "2": 1}}
-    directory = RunDirectory.open(tmp_path / "run")
-    assert PrivacyAccountant.of_run(directory, options).epsilon(0) == epsilon_after(FixedClipping(**CENTRAL), 2)
+    assert PrivacyAccountant.of_run(directory, recipe.flower).epsilon(0) == epsilon_after(privacy, 2)
     for text, told in (
         (json.dumps(spent | {"round": 1}), "ends with round 1, but the run has 2 committed rounds"),
         ("{", "cannot be read as the count"),
@@ -262,5 +245,5 @@ def test_a_run_without_its_count_is_not_continued(private, tmp_path):
     ):
         file.unlink() if text is None else file.write_text(text)
         with pytest.raises(UserError, match=told):
-            PrivacyAccountant.of_run(directory, options)
+            PrivacyAccountant.of_run(directory, recipe.flower)
     assert PrivacyAccountant.of_run(directory, FlowerOptions()) is None

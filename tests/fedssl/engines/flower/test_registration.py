@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
-from flwr.app import ConfigRecord
 
 from fedssl.engines.flower.registration import DataForm
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED
-from tests.fedssl.engines.flower.loop_grid import KINDS, WEIGHTS, changed, run_on, start, write_sites
+from tests.fedssl.engines.flower.loop_grid import EQUAL, KINDS, WEIGHTS, changed, run_on, start, write_sites
 from tests.fedssl.engines.short_runs import SMALL, metric
 
 
 def test_a_node_that_comes_back_is_asked_at_once(quick, tmp_path):
     """Killed, still taken to be there when it is asked, then known to be gone, then started again."""
-    recipe = quick(**WEIGHTS)
+    recipe = quick(**WEIGHTS, rounds=1)
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
     site, grid.contexts[12].node_config = grid.contexts[12].node_config, {}  # so it fails to answer
     looks = iter([[11, 12, 13], [11, 13], [11, 13]])
@@ -78,7 +74,7 @@ def test_too_few_clients_are_connected(quick, tmp_path):
     recipe = quick(**WEIGHTS, guard={"minimum_answers": 3})
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path)[:2])
     with pytest.raises(UserError, match=r"2 of 3 clients are connected after 10 s .* is 3; not connected: 2; start"):
-        run_on(recipe, directory, grid)
+        run_on(recipe, directory, grid, rounds=False)
 
 
 # Data that do not fit together
@@ -88,115 +84,105 @@ RENAMED = (*"012345678", "x")
 
 
 def write_images(path: Path, size: int = 8, classes: tuple[str, ...] = tuple("0123456789")) -> dict:
-    """A site's file of images of noise, and the data key that names it."""
+    """A site's file of images of noise, and the key of the site that names it."""
     random = np.random.default_rng(0)
     images = {f"x_{part}": random.integers(0, 256, (40, size, size), np.uint8) for part in ("train", "test")}
     labels = {f"y_{part}": np.arange(40) % len(classes) for part in ("train", "test")}
     np.savez(path, **images, **labels, class_names=np.array(classes))
-    return {"name": "npz", "path": str(path)}
+    return {"data": {"name": "npz", "path": str(path)}}
 
 
-@pytest.fixture
-def run_with(tmp_path) -> Callable[..., list[str]]:
-    """Run a recipe at three sites of which some have data of their own; gives the warnings."""
-
-    def run(recipe: Recipe, data: dict[int, dict], prepare: Callable = lambda grid, directory: None) -> list[str]:
-        sites = write_sites(tmp_path)
-        for client, own in data.items():
-            sites[client].write_text(yaml.safe_dump(yaml.safe_load(sites[client].read_text()) | {"data": own}))
-        directory, grid = start(recipe, tmp_path / "b", sites)
-        prepare(grid, directory)
-        return run_on(recipe, directory, grid)
-
-    return run
-
-
-def test_images_of_another_size_are_refused_before_the_run_begins(quick, run_with, tmp_path):
+def test_images_of_another_size_are_refused_before_the_run_begins(quick, tmp_path):
     others = {k: write_images(tmp_path / f"{size}.npz", size=size) for k, size in ((1, 12), (2, 16))}
+    directory, grid = start(quick(**WEIGHTS), tmp_path / "b", write_sites(tmp_path, own=others))
     expected = (
         r"the sites' data do not fit together: client 1: its images are 1 x 12 x 12 \(channels x height x width\), "
         r"but the server's are 1 x 8 x 8; client 2: its images are 1 x 16 x 16 .*; change these sites' data"
     )
     with pytest.raises(UserError, match=expected):
-        run_with(quick(**WEIGHTS), others)
+        run_on(quick(**WEIGHTS), directory, grid)
     assert RunDirectory.open(tmp_path / "b").checkpoint.round == -1
 
 
-@pytest.mark.parametrize(
-    ("classes", "expected"),
-    [
-        (RENAMED, "client 1: its classes differ from those .* trains on: it has 'x' and lacks '9'"),
-        (tuple("0123465789"), "client 1: .* it has the same classes in another order"),
-        (("0",), "client 1: .* it lacks '1', '2', '3' and 6 more"),
-    ],
-)
-def test_other_classes_are_refused_where_the_objective_trains_on_them(classes, expected, quick, run_with, tmp_path):
+def test_other_classes_are_refused_where_the_objective_trains_on_them(quick, tmp_path):
+    recipe = quick(**WEIGHTS, objective="supervised")
+    sites = write_sites(tmp_path, own={1: write_images(tmp_path / "a.npz", classes=RENAMED)})
+    expected = "client 1: its classes differ from those .* trains on: it has 'x' and lacks '9'"
     with pytest.raises(UserError, match=expected):
-        run_with(quick(**WEIGHTS, objective="supervised"), {1: write_images(tmp_path / "a.npz", classes=classes)})
+        run_on(recipe, *start(recipe, tmp_path / "b", sites))
+
+
+def test_how_classes_differ_is_told_in_a_few_words():
+    ten = DataForm.model_construct(classes=list("0123456789"))
+    for classes, told in (
+        ("0123465789", "has the same classes in another order"),
+        ("0", "lacks '1', '2', '3' and 6 more"),
+        ("0123456789", None),
+    ):
+        assert DataForm.model_construct(classes=list(classes)).class_difference(ten) == told
 
 
 @pytest.mark.parametrize(
     ("kind", "classes", "warned"),
     [("local", RENAMED, True), ("local", ("0",), False), ("weighted_mean", RENAMED, False)],
 )
-def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(
-    kind, classes, warned, quick, run_with, tmp_path
-):
+def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(kind, classes, warned, quick, tmp_path):
     """A site with one class has no labels to speak of."""
-    warnings = run_with(quick(**KINDS[kind], rounds=1), {1: write_images(tmp_path / "a.npz", classes=classes)})
+    recipe = quick(**KINDS[kind])
+    sites = write_sites(tmp_path, own={1: write_images(tmp_path / "a.npz", classes=classes)})
+    warnings = run_on(recipe, *start(recipe, tmp_path / "b", sites), rounds=False)
     expected = "client 1: its classes differ from those of client 0: it has 'x' and lacks '9'; each client is evaluated"
     assert [warning[: len(expected)] for warning in warnings] == [expected] * warned
 
 
-def test_a_site_with_other_public_images_is_left_out(quick, run_with):
-    warnings = run_with(quick(**ALIGNED | SMALL, rounds=1), {1: {"name": "digits", "public_holdout": 31}})
+def test_a_site_with_other_public_images_is_left_out(quick, tmp_path):
+    recipe = quick(**ALIGNED | SMALL)
+    sites = write_sites(tmp_path, own={1: {"data": {"name": "digits", "public_holdout": 31}}})
+    warnings = run_on(recipe, *start(recipe, tmp_path / "b", sites), rounds=False)
     assert warnings[0].startswith("node 12 is left out: its public images differ from the server's")
 
 
-def test_a_site_that_comes_later_with_other_images_is_left_out(quick, run_with, tmp_path):
-    def comes_later(grid, directory):
-        grid.get_node_ids = lambda: [11, 12] if directory.checkpoint.round < 1 else [11, 12, 13]
-
-    warnings = run_with(quick(**WEIGHTS), {2: write_images(tmp_path / "a.npz", size=12)}, comes_later)
+def test_a_site_that_comes_later_with_other_images_is_left_out(quick, tmp_path):
+    recipe = quick(**WEIGHTS)
+    directory, grid = start(
+        recipe, tmp_path / "b", write_sites(tmp_path, own={2: write_images(tmp_path / "a.npz", size=12)})
+    )
+    grid.get_node_ids = lambda: [11, 12] if directory.checkpoint.round < 1 else [11, 12, 13]
+    warnings = run_on(recipe, directory, grid)
     assert warnings[0] == "client 2 is not connected: the run begins without it"
     assert any(warning.startswith("node 13 is left out: its images are 1 x 12 x 12") for warning in warnings)
     assert metric(tmp_path / "b", "missing", 2) == {"2": 1.0}
 
 
-@pytest.mark.parametrize(("kind", "sent"), [("weighted_mean", []), ("local", list("0123456789"))])
-def test_a_site_describes_no_more_of_its_data_than_is_needed(kind, sent, quick, tmp_path):
-    recipe = quick(**KINDS[kind], rounds=1)
+@pytest.mark.parametrize(
+    ("method", "flower", "classes", "counted"),
+    [
+        (WEIGHTS, {}, [], True),
+        (KINDS["local"], {}, list("0123456789"), True),
+        (EQUAL, {"dp": {"name": "local_dp", "clipping_norm": 1, "epsilon": 0.5, "delta": 1e-5}}, [], False),
+        (EQUAL, {"secure": {"name": "secagg_plus"}}, [], False),
+    ],
+    ids=["weights", "own models", "noise", "masks"],
+)
+def test_a_site_describes_no_more_of_its_data_than_is_needed(method, flower, classes, counted, quick, tmp_path):
+    recipe = quick(**method, **flower)
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
-    run_on(recipe, directory, grid)
-    described = [dict(reply.content["data"]) for reply in grid.sent if "data" in reply.content]
-    images = [len(rows) for rows in build_federation(recipe).client_rows]
-    form = {"shape": [1, 8, 8], "classes": sent, "public": ""}
+    run_on(recipe, directory, grid, rounds=False)
+    described = [dict(reply.content["data"]) for reply in grid.sent]
+    images = [len(rows) if counted else 0 for rows in build_federation(recipe).client_rows]
+    form = {"shape": [1, 8, 8], "classes": classes, "public": ""}
     assert described == [form | {"images": count} for count in images]
 
 
-@pytest.mark.parametrize(
-    "privacy",
-    [
-        {"dp": {"name": "local_dp", "clipping_norm": 1, "epsilon": 0.5, "delta": 1e-5}},
-        {"secure": {"name": "secagg_plus"}},
-    ],
-)
-def test_under_privacy_a_site_does_not_tell_how_many_images_it_has(privacy, private, tmp_path):
-    recipe = private(**WEIGHTS, partition={"name": "iid", "clients": 3}, **privacy)
-    form = DataForm.of(build_federation(recipe), 1)
-    assert form.images == 0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_site_that_does_not_describe_its_images_is_left_out(quick, tmp_path, monkeypatch):
+    recipe = quick(**WEIGHTS)
+    directory, grid = start(recipe, tmp_path / "b")
+    for change in (
         *({"classes": classes} for classes in ([3], ["x"] * 200_000)),
         *({"shape": shape} for shape in ([1, 8], [1.0, 8.0, 8.0])),
         *({"images": images} for images in (-1, 10**12, 40.0)),
-    ],
-)
-def test_a_site_that_does_not_describe_its_images_is_left_out(change, quick, run_with, monkeypatch):
-    describe = changed(lambda content: content.update(data=ConfigRecord(dict(content["data"]) | change)), kind="query")
-    warnings = run_with(quick(**WEIGHTS, rounds=1), {}, lambda grid, directory: describe(grid, monkeypatch))
-    told = "it does not describe its images: expected valid shape, classes, public and images"
-    assert warnings[0] == f"node 12 is left out: {told}"
+    ):
+        changed(lambda content, change=change: content["data"].update(change), kind="query")(grid, monkeypatch)
+        warnings = run_on(recipe, directory, grid, rounds=False)
+        told = "it does not describe its images: expected valid shape, classes, public and images"
+        assert warnings[0] == f"node 12 is left out: {told}", list(change)

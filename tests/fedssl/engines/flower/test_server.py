@@ -4,39 +4,49 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from google.protobuf.message import DecodeError
 
-from fedssl.aggregators.weighted_mean import WeightedMean
 from fedssl.engines.flower import simulation, wire
 from fedssl.engines.flower.server import make_server_app
-from fedssl.engines.flower.wire import from_records, on_disk, to_records
+from fedssl.engines.flower.wire import on_disk, to_records
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.method import Method
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import AVERAGED, FEDU2
+from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
 from tests.fedssl.data.data_files import random_pixels
-from tests.fedssl.engines.flower.loop_grid import KINDS, LoopGrid, Prepare, changed, run_on, start, write_sites
+from tests.fedssl.engines.every_tensor import assert_same
+from tests.fedssl.engines.flower.loop_grid import (
+    KINDS,
+    SECURE,
+    FaultsByRound,
+    LoopGrid,
+    Prepare,
+    after_training,
+    changed,
+    run_on,
+    silent,
+    start,
+    write_sites,
+)
 from tests.fedssl.engines.flower.test_wire import mappings
 from tests.fedssl.engines.short_runs import SMALL, contents, metric, stopped_before_commit
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_run_is_the_one_in_this_process_bit_for_bit(kind, finished, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["lw_fedssl", "hetero_ssfl, bfloat16"])
+def test_simulated_the_run_is_the_one_in_this_process_bit_for_bit(kind, finished, tiny, tmp_path, monkeypatch):
     """With its answers on the server's disk, where otherwise only large ones go."""
     kept: list[Message] = []
     monkeypatch.setattr(wire, "_SMALL_ANSWER", 0)
@@ -66,7 +76,10 @@ def bytes_of(messages: list[FlowerMessage]) -> bytes:
     return b"".join(part.deflate() for message in messages for part in get_all_nested_objects(message).values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SITES = ["hetero_ssfl", "hetero_ssfl, int8", "lw_fedssl, bfloat16", "fedu2", "one_optimizer", "personal"]
+
+
+@pytest.mark.parametrize("kind", SITES)
 def test_sites_keep_their_states_and_no_image_or_label_leaves_them(kind, finished, quick, tiny, tmp_path):
     recipe, alone = quick(**KINDS[kind]), finished(tiny(**KINDS[kind]))
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
@@ -86,20 +99,13 @@ def test_sites_keep_their_states_and_no_image_or_label_leaves_them(kind, finishe
     assert labels.numpy().tobytes() not in bytes_of(grid.sent)
 
 
-def test_this_search_finds_an_image_that_leaves(quick, tmp_path, monkeypatch):
-    real = WeightedMean.collect
-
-    def leak(part, local, travelling):
-        message = real(part, local, travelling)
-        message.tensors["batch"] = local.client.images[:5].float() / 255
-        return message
-
-    monkeypatch.setattr(WeightedMean, "collect", leak)
-    recipe = quick(**AVERAGED)
-    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
-    with pytest.raises(UserError, match="batch was not asked for"):
-        run_on(recipe, directory, grid)
-    assert images_in(bytes_of(grid.sent), build_federation(recipe).dataset.train_images) >= 5
+def test_this_search_finds_images_in_a_message():
+    images = random_pixels(5, 8, 8)
+    records = to_records(Message({"batch": torch.from_numpy(images).float() / 255}))
+    assert (
+        images_in(bytes_of([FlowerMessage(records, dst_node_id=1, message_type="train")]), torch.from_numpy(images))
+        == 5
+    )
 
 
 def test_interrupted_between_rounds_the_run_continues_from_the_same_states(finished, quick, tiny, tmp_path):
@@ -122,37 +128,23 @@ def with_error(code: int) -> Prepare:
     """The SuperLink answers in client 1's place."""
 
     def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+        real = grid.app
+
         def app(message, context):
             if (message.metadata.dst_node_id, message.metadata.message_type) == (12, "train"):
                 return FlowerMessage(Error(code, "odd"), reply_to=message)
             return real(message, context)
 
-        real, grid.app = grid.app, app
+        patch.setattr(grid, "app", app)
 
     return prepare
 
 
-def while_training(work: Callable[[], object]) -> Prepare:
-    """Client 1 does something else instead of its training."""
-
-    def prepare(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
-        real = Method.client_round
-
-        def client_round(method, client, *arguments):
-            if client.index == 1:
-                work()
-            return real(method, client, *arguments)
-
-        patch.setattr(Method, "client_round", client_round)
-
-    return prepare
-
-
-def crash() -> None:
+def crash(reply: Message) -> None:
     raise RuntimeError("no such\nkernel")
 
 
-def hang() -> None:
+def hang(reply: Message) -> None:
     assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
     signal.raise_signal(signal.SIGALRM)  # as the timer does when the time is over
 
@@ -169,102 +161,166 @@ def unreadable(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(grid, "pull_messages", pull_messages)
 
 
-def spoil(content: RecordDict) -> None:
-    message = from_records(content)
-    next(iter(message.tensors.values())).fill_(float("nan"))
-    content["tensors"] = to_records(message)["tensors"]
+def spoil(reply: Message) -> None:
+    next(iter(reply.tensors.values())).fill_(float("nan"))
 
 
-def with_metrics(metrics: dict[str, float]) -> Prepare:
-    return changed(lambda content: content.update(metrics=MetricRecord(dict(content["metrics"]) | metrics)))
-
-
-def said_to_be(answer: dict[str, int | float]) -> Prepare:
-    return changed(lambda content: content.update(answer=ConfigRecord(answer)))
-
-
-ANOTHERS = "its answer belongs to another round or client: expected client 1, round 1, got .*"
-#: what happens to client 1's answer, and what is told, as a pattern
-LEFT_OUT: dict[str, tuple[Prepare, str]] = {
-    "silent": (lambda grid, patch: grid.silent.add(12), "no answer within 100 s"),
-    "a crash": (while_training(crash), "its app failed: no such kernel"),
-    "late": (while_training(hang), "its work was stopped after 100 s, the round's deadline .*round_seconds.*"),
-    "gone": (with_error(ErrorCode.NODE_UNAVAILABLE), "its node is no longer connected"),
-    "expired": (with_error(ErrorCode.MESSAGE_UNAVAILABLE), "no answer in time"),
-    "no reply": (with_error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE), "no answer in time"),
-    "unknown": (with_error(ErrorCode.UNKNOWN), "its app failed: odd"),
-    "unreadable": (unreadable, "its answer cannot be read: Error parsing message"),
-    "nobody's": (changed(lambda content: content.pop("answer")), ANOTHERS),
-    "without address": (said_to_be({}), ANOTHERS),
-    "without round": (said_to_be({"client": 1}), ANOTHERS),
-    "without client": (said_to_be({"round": 1}), ANOTHERS),
-    "half a client": (said_to_be({"client": 1.5, "round": 1}), ANOTHERS),
-}
+ANOTHERS = r"its answer belongs to another round or client: expected client 1, round \d+, got .*"
+#: what happens to client 1's answer in a round, and what is told, as a pattern
+LEFT_OUT: list[tuple[Prepare, str]] = [
+    (silent(12), "no answer within 100 s"),
+    (after_training(crash), "its app failed: no such kernel"),
+    (after_training(hang), "its work was stopped after 100 s, the round's deadline .*round_seconds.*"),
+    (with_error(ErrorCode.NODE_UNAVAILABLE), "its node is no longer connected"),
+    (with_error(ErrorCode.MESSAGE_UNAVAILABLE), "no answer in time"),
+    (with_error(ErrorCode.REPLY_MESSAGE_UNAVAILABLE), "no answer in time"),
+    (with_error(ErrorCode.UNKNOWN), "its app failed: odd"),
+    (unreadable, "its answer cannot be read: Error parsing message"),
+    (changed(lambda content: content.pop("answer")), ANOTHERS),
+    (changed(lambda content: content["answer"].pop("client")), ANOTHERS),
+    (changed(lambda content: content["answer"].pop("round")), ANOTHERS),
+    (changed(lambda content: content["answer"].update(client=1.5)), ANOTHERS),
+]
 #: of an answer that is read and refused
-REFUSED: dict[str, tuple[Prepare, str]] = {
-    "NaN": (changed(spoil), r"online\.\S+ holds NaN"),
-    "a metric of the server": (with_metrics({"bytes_up": 1.0}), "the metric bytes_up has a name that only the .*"),
-    "many metrics": (with_metrics({f"m{i}": 1.0 for i in range(1000)}), "it has 100. numbers and metrics, more .*"),
-}
+REFUSED: list[tuple[Prepare, str]] = [
+    (after_training(spoil), r"online\.\S+ holds NaN"),
+    (
+        after_training(lambda reply: reply.metrics.update(bytes_up=1.0)),
+        "the metric bytes_up has a name that only the .*",
+    ),
+    (
+        after_training(lambda reply: reply.metrics.update({f"m{i}": 1.0 for i in range(1000)})),
+        "it has 100. numbers and metrics, more .*",
+    ),
+]
 
 
-@pytest.mark.parametrize("what", [*LEFT_OUT, *REFUSED])
-def test_an_answer_that_is_missing_or_broken_is_named_and_does_not_count(what, quick, tmp_path, monkeypatch):
-    prepare, told = (LEFT_OUT | REFUSED)[what]
-    who = "the answer of client 1" if what in REFUSED else "client 1"
-    recipe = quick(**AVERAGED | SMALL, rounds=1, guard={"minimum_answers": 2}, clients_per_round=3)
-    directory, grid = start(recipe, tmp_path / "b")
-    prepare(grid, monkeypatch)
-    [warning] = run_on(recipe, directory, grid)
-    assert re.fullmatch(f"round 1: {who} is left out: {told}", warning)
-    reason = warning.partition(" is left out: ")[2]
-    assert f"1,1,{reason}" in (tmp_path / "b" / "refused.csv").read_text().replace('"', "")
-    kinds = ("refused", "missing") if what in REFUSED else ("missing", "refused")
-    assert [metric(tmp_path / "b", kind, 1) for kind in kinds] == [{"1": 1.0}, {}]
-    assert metric(tmp_path / "b", "answers", 1) == {"global": 2.0}
-    assert metric(tmp_path / "b", "bytes_up", 1).keys() == {"0", "2"}
-    assert [directory.client_round(k) for k in range(3)] == [1, None, 1]
+def test_an_answer_that_is_missing_or_broken_is_named_and_does_not_count(quick, tmp_path):
+    """The first round is sound; in each of the others something else happens to client 1's answer."""
 
-
-def test_a_site_that_lost_its_state_is_left_out_and_named(quick, tmp_path):
-    recipe = quick(**AVERAGED | SMALL)
-    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
-
-    def lose(node, reply):
-        for file in (tmp_path / "state1").rglob("*.round-00001.*"):
+    def lose_state(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+        for file in (tmp_path / "b" / "checkpoints").glob("client-0001.round-*"):
             file.unlink()
 
-    grid.tamper = lose
-    [warning] = run_on(recipe, directory, grid)
-    assert "round 2: client 1 is left out: " in warning
-    assert "cannot be read as a checkpoint" in warning
-    assert metric(tmp_path / "b", "missing", 2) == {"1": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("silent", "minimum", "told"),
-    [
-        ({12}, 3, r"round 1: 2 of 2 answers .*minimum_answers is 3; client 1: no answer within"),
-        ({11, 12, 13}, 1, r"round 1: 0 of 3 clients answered, but guard.minimum_answers is 1; client 0: no answer"),
-    ],
-)
-def test_under_the_minimum_the_run_ends_with_what_was_committed(silent, minimum, told, quick, tmp_path):
-    recipe = quick(**AVERAGED | SMALL, guard={"minimum_answers": minimum})
+    faults = [*REFUSED, *LEFT_OUT, (lose_state, ".* cannot be read as a checkpoint.*")]
+    recipe = quick(**AVERAGED | SMALL, rounds=1 + len(faults), guard={"minimum_answers": 2}, clients_per_round=3)
     directory, grid = start(recipe, tmp_path / "b")
-    grid.silent = silent
-    with pytest.raises(UserError, match=told):
-        run_on(recipe, directory, grid)
-    assert RunDirectory.open(tmp_path / "b").checkpoint.round == 0
+    by_round = {number: prepare for number, (prepare, _) in enumerate(faults, start=2)}
+    warnings = run_on(recipe, directory, grid, FaultsByRound(grid, by_round))
+    assert len(warnings) == len(faults)
+    refused_file = (tmp_path / "b" / "refused.csv").read_text().replace('"', "")
+    for number, ((_, told), warning) in enumerate(zip(faults, warnings, strict=True), start=2):
+        refused = number < 2 + len(REFUSED)
+        who, kinds = ("the answer of client 1", [1, 0]) if refused else ("client 1", [0, 1])
+        assert re.fullmatch(f"round {number}: {who} is left out: {told}", warning)
+        assert f"{number},1,{warning.partition(' is left out: ')[2]}\n" in refused_file
+        assert [len(metric(tmp_path / "b", kind, number)) for kind in ("refused", "missing")] == kinds
+        assert metric(tmp_path / "b", "answers", number) == {"global": 2.0}
+        assert metric(tmp_path / "b", "bytes_up", number).keys() == {"0", "2"}
+    assert [directory.client_round(k) for k in range(3)] == [recipe.rounds, 1, recipe.rounds]
+    # what it trained in those rounds is undone, for the server does not have it
+    starts = {(task["client"], task["round"]): task["start"] for task in grid.tasks if "start" in task}
+    assert [starts[1, number] for number in range(2, recipe.rounds + 1)] == [1] * len(faults)
+    assert [starts[0, number] for number in range(2, recipe.rounds + 1)] == [*range(1, recipe.rounds)]
 
 
 def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(quick, tmp_path, monkeypatch):
     recipe = quick(**FEDU2 | SMALL, rounds=1)
     directory, grid = start(recipe, tmp_path / "b")
-    with_metrics({"eua_weight": 123.0})(grid, monkeypatch)
+    after_training(lambda reply: reply.metrics.update(eua_weight=123.0))(grid, monkeypatch)
     assert run_on(recipe, directory, grid) == []
     rows = [row for row in directory.read_metrics() if row[2] == "eua_weight"]
     assert [row[1] for row in rows] == ["0", "1", "2"]
     assert sum(row[3] for row in rows) == pytest.approx(1)
+
+
+# An answer to another round, or of another client, counts nowhere
+
+
+CLIENT, OTHER = 1, 0
+Key = tuple[int, int]  # client and round
+
+
+def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict]:
+    """Let the server get, in place of one client's answers in one round, those that `taken` gave before.
+
+    Returns the records that came in their place, filled while the run goes on. Messages of other kinds pass.
+    """
+    given: list[dict] = []
+    replaced: list[dict] = []
+
+    def tamper(node: int, reply: FlowerMessage) -> None:
+        if reply.metadata.message_type != kind:
+            return
+        key = reply.content["answer"]["client"], reply.content["answer"]["round"]
+        if key == taken:
+            given.append(dict(reply.content))
+        elif key == place:
+            replaced.append(given[len(replaced)])
+            reply.content.clear()
+            reply.content.update(replaced[-1])
+
+    grid.tamper = tamper
+    return replaced
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "taken"),
+    [
+        (AVERAGED, (CLIENT, 2), (CLIENT, 1)),  # late, from the round before
+        (FEDU2, (CLIENT, 2), (OTHER, 2)),  # another client's, twice in the mean
+        (ALIGNED, (CLIENT, 0), (OTHER, 0)),  # in the opening round
+    ],
+    ids=["late", "another's", "opening"],
+)
+def test_the_round_goes_on_as_if_no_answer_had_come(method, place, taken, quick, tmp_path):
+    client, number = place
+    recipe = quick(**method | SMALL)
+    directory, grid = start(recipe, tmp_path / "swapped")
+    replaced = swap_answers(grid, "train", place, taken)
+    [warning] = run_on(recipe, directory, grid)
+    assert len(replaced) == 1
+    assert warning.startswith(f"round {number}: client {client} is left out: ")
+    assert metric(tmp_path / "swapped", "missing", number) == {str(client): 1.0}
+    without, grid = start(recipe, tmp_path / "without")
+    run_on(recipe, without, grid, FaultsByRound(grid, {number: silent(11 + client)}))
+    assert_same(directory.server_state(), without.server_state())
+    assert [directory.client_round(k) for k in range(3)] == [without.client_round(k) for k in range(3)]
+
+
+def test_an_evaluation_of_another_client_or_of_too_many_measures_does_not_count(quick, tmp_path):
+    """Without weights that travel every client's own model is measured: before the first round, and in its answer."""
+    recipe = quick(**SMALL, rounds=1)
+    directory, grid = start(recipe, tmp_path / "run")
+    swap_answers(grid, "evaluate", (CLIENT, 0), (OTHER, 0))
+    note = grid.tamper
+
+    def tamper(node: int, reply: FlowerMessage) -> None:
+        note(node, reply)
+        if (node, reply.metadata.message_type) == (11 + CLIENT, "train"):
+            reply.content["numbers"].update({f"evaluation/fine_tune_{i}": 1.0 for i in range(5_000)})
+
+    grid.tamper = tamper
+    warnings = run_on(recipe, directory, grid)
+    assert [warning.partition(": its ")[0] for warning in warnings] == [
+        f"round {number}: client {CLIENT} is not evaluated" for number in (0, 1)
+    ]
+    assert "more than 100" in warnings[1]
+    for number in (0, 1):
+        assert metric(tmp_path / "run", "knn", number).keys() == {"0", "2", "mean"}
+    assert directory.client_round(CLIENT) == 1  # its training counts
+
+
+def test_under_secure_aggregation_it_is_in_no_sum(quick, tmp_path):
+    made = quick(secure=SECURE, **AVERAGED | SMALL, partition={"name": "iid", "clients": 4})
+    directory, grid = start(made, tmp_path / "run")
+    replaced = swap_answers(grid, "train", (CLIENT, 2), (OTHER, 2))
+    warnings = run_on(made, directory, grid)
+    assert replaced
+    # it is left out before masks are agreed on, so the others' sum stands
+    assert [warning.partition(": client")[0] for warning in warnings] == ["round 2"]
+    assert metric(tmp_path / "run", "missing", 2) == {str(CLIENT): 1.0}
+    assert [directory.client_round(k) for k in range(4)] == [2, 1, 2, 2]
 
 
 # The apps
@@ -285,8 +341,10 @@ def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_noth
     recipe = quick(**AVERAGED | SMALL | {"data": own}, guard={"minimum_answers": 3})
     _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path))
     grid.silent = {12}
-    with pytest.raises(UserError, match=r"guard.minimum_answers is 3"):
+    told = r"round 1: 2 of 2 answers .*guard.minimum_answers is 3; client 1: no answer within"
+    with pytest.raises(UserError, match=told):
         serve(recipe, tmp_path, grid)
+    assert RunDirectory.open(tmp_path / "run").checkpoint.round == 0  # what was committed is kept
     before = contents(tmp_path / "run")
     for change, told in (
         ({"rounds": 3}, r"another recipe: rounds is 2 in that run, but 3 in this app's recipe.*name another folder"),

@@ -1,38 +1,49 @@
-"""A site's own data, architecture and device, a site file that is wrong, and evaluations that no model gives."""
+"""Sites with their own data and architectures, evaluations that no model gives, and a server without data."""
 
 from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 
+from fedssl.data.options import DataOptions
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.engines.flower.messenger import Messenger
 from fedssl.engines.flower.site import SiteEvaluation, evaluation_fault, load_site, site_federation
 from fedssl.errors import UserError
+from fedssl.export.embed import embed_images
+from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
+from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.report import write_report
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, AVERAGED
-from tests.fedssl.engines.flower.loop_grid import run_on, start, write_sites
+from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.data.image_samples import save_array
+from tests.fedssl.engines.flower.loop_grid import WarningRecorder, run_on, start, write_sites
 from tests.fedssl.engines.short_runs import metric
+from tests.fedssl.export.finished_runs import write_images
 
 
 def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
-    recipe = quick(**(ALIGNED | {"partition": {"name": "sites", "clients": 3}}))
+    recipe = quick(**ALIGNED, partition={"name": "sites", "clients": 3}, rounds=1)
     federation = build_federation(recipe)
     assert [len(rows) for rows in federation.client_rows] == [0, 0, 0]
-    sites = write_sites(tmp_path, data={"name": "digits", "train_limit": 40, "test_limit": 60, "public_holdout": 30})
-    changed = yaml.safe_load(sites[1].read_text()) | {"architecture": "small_convnet_wide", "device": "cpu"}
-    sites[1].write_text(yaml.safe_dump(changed))
+    data = {"name": "digits", "train_limit": 40, "test_limit": 60, "public_holdout": 30}
+    sites = write_sites(tmp_path, own={1: {"architecture": "small_convnet_wide", "device": "cpu"}}, data=data)
     own = site_federation(recipe, load_site(sites[1]))
     assert [len(rows) for rows in own.client_rows] == [0, 40, 0]
     assert own.recipe.architecture_of(1) == "small_convnet_wide"
     assert own.recipe.architecture_of(0) == federation.recipe.architecture_of(0)
     directory, grid = start(recipe, tmp_path / "b", sites)
     assert run_on(recipe, directory, grid) == []
-    assert metric(tmp_path / "b", "knn", 2).keys() == {"0", "1", "2", "mean"}
+    assert metric(tmp_path / "b", "knn", 1).keys() == {"0", "1", "2", "mean"}
 
 
 @pytest.mark.parametrize(
@@ -42,10 +53,7 @@ def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
         ("client: 0\nstate: x\narchitektur: y\n", r"architektur: unknown key; did you mean architecture\?"),
         ("client: 0\n", "state: missing"),
         ("client: 3\nstate: x\n", r"the site's client is 3, but the recipe has partition.clients=3: expected 0 to 2"),
-        (
-            "client: 0\nstate: x\narchitecture: small_resnet10\n",
-            "differ, but weighted_mean exchanges weights",
-        ),
+        ("client: 0\nstate: x\narchitecture: small_resnet10\n", "differ, but weighted_mean exchanges weights"),
     ],
 )
 def test_a_site_file_that_is_wrong(text, told, quick, tmp_path):
@@ -79,15 +87,11 @@ MEASURES = {"knn": 80.0, "linear": 100.0, "effective_rank": 2.7, "fine_tune_f1":
 SPECTRUM = torch.tensor([3.0, 1.0, 0.0], dtype=torch.float64)
 
 
-def test_a_sound_evaluation_has_no_fault():
-    assert evaluation_fault(SiteEvaluation(MEASURES, SPECTRUM)) is None
-    on_other_data = {"downstream_mine_uniformity": -3.0, "downstream_mine_effective_rank": 300.0}
-    assert evaluation_fault(SiteEvaluation(MEASURES | on_other_data, SPECTRUM)) is None
-
-
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
+        ({}, None),
+        ({"downstream_mine_uniformity": -3.0, "downstream_mine_effective_rank": 300.0}, None),
         ({"downstream_mine_alignment": 5.0}, "an invalid downstream_mine_alignment: expected 0 to 4.01, got 5.0"),
         ({"knn": 101.0}, "an invalid knn: expected 0 to 100, got 101.0"),
         ({"knn": -1.0}, "an invalid knn: expected 0 to 100, got -1.0"),
@@ -107,25 +111,156 @@ def test_a_sound_evaluation_has_no_fault():
 )
 def test_measures_and_a_spectrum_that_no_model_has_are_refused(changes, fault):
     measures, spectrum = (MEASURES | changes, SPECTRUM) if isinstance(changes, dict) else (MEASURES, changes)
-    told = evaluation_fault(SiteEvaluation(measures, spectrum)) or ""
-    assert re.match(f"its evaluation('s| has| holds) {re.escape(fault)}", told), told
+    told = evaluation_fault(SiteEvaluation(measures, spectrum))
+    if fault is None:
+        assert told is None
+    else:
+        assert re.match(f"its evaluation('s| has| holds) {re.escape(fault)}", told), told
 
 
 def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkeypatch):
-    kinds, largest = {}, {}
-    send, collect = Messenger.send, Messenger.collect
-
-    def send_and_note(messenger, kind, *arguments):
-        ids = send(messenger, kind, *arguments)
-        kinds.update(dict.fromkeys(ids, kind))
-        return ids
+    """Before the first round each client's own model is evaluated; after it, in the answer to the training."""
+    largest, collect = [], Messenger.collect
 
     def collect_and_note(messenger, waiting, seconds, most):
-        largest.update({kinds[name]: most for name in waiting})
+        largest.append(most)
         return collect(messenger, waiting, seconds, most)
 
-    monkeypatch.setattr(Messenger, "send", send_and_note)
     monkeypatch.setattr(Messenger, "collect", collect_and_note)
     run_on(quick(rounds=1), *start(quick(rounds=1), tmp_path / "b"))
-    assert (largest["query"], largest["evaluate"]) == (2**22, 2**22)
-    assert largest["train"] >= 2**28
+    *others, training = largest
+    assert set(others) == {2**22}
+    assert training >= 2**28
+
+
+# Sites with folders of unlabelled images, and a server that holds no data: the encoder out, and weights in
+
+
+SITES = {"partition": {"name": "sites", "clients": 2}}
+NONE = {"name": "none", "image_shape": [1, 8, 8]}
+NO_DATA = {"data": NONE}
+
+
+@pytest.fixture
+def sites(tmp_path) -> list[Path]:
+    """Two sites, each with a flat folder of images."""
+    own = {}
+    for site in range(2):
+        folder = tmp_path / f"images{site}"
+        for number in range(20 + site):
+            save_array(folder / f"{number:02}.png", random_pixels(9, 8, seed=100 * site + number))
+        own[site] = {"data": {"name": "images", "path": str(folder), "image_size": 8}}
+    return write_sites(tmp_path, 2, own)
+
+
+def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_starts_from_it(quick, tmp_path, sites):
+    recipe = quick(**AVERAGED, **SITES, **NO_DATA)
+    federation = build_federation(recipe)
+    assert len(federation.dataset.train_images) == len(federation.dataset.test_images) == 0
+    directory, grid = start(recipe, tmp_path / "run", sites)
+    assert run_on(recipe, directory, grid) == []
+    run = read_run(tmp_path / "run")
+    assert run.finished
+    assert run.overall("loss").keys() == {1, 2}
+    assert run.overall("effective_rank") == run.overall("knn") == {}
+    assert "there are no images" in write_report([tmp_path / "run"]).read_text()
+    with pytest.raises(UserError, match=r"names no images to evaluate on \(data\.name=none\)"):
+        evaluate_run(tmp_path / "run")
+    with_data = quick(**AVERAGED, **SITES, data={"name": "digits", "test_limit": 60})
+    known, grid = start(with_data, tmp_path / "with_data", sites)
+    assert run_on(with_data, known, grid) == []
+    last, theirs = directory.server_state().tensors, known.server_state().tensors
+    assert last.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in last.items())
+
+    folder = export_encoder(tmp_path / "run", tmp_path / "encoder")
+    assert "at the clients' sites" in (folder / "README.md").read_text()
+    embed_images(folder, tmp_path / "images0", tmp_path / "features.npz")
+    with np.load(tmp_path / "features.npz") as arrays:
+        assert arrays["features"].shape == (20, 128)
+
+    continued = quick(**AVERAGED, **SITES, **NO_DATA, model={"weights": str(folder)})
+    federation = build_federation(continued)
+    assert federation.method.global_model is not None
+    first = federation.method.global_model.encoder.state_dict()
+    assert all(torch.equal(tensor, last[f"online.encoder.{name}"]) for name, tensor in first.items())
+    # the sites do not have the server's files: their weights come with the first message
+    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "only_at_the_server.npz")}}}
+    absent = quick(
+        **AVERAGED, **SITES, **NO_DATA, model={"weights": str(tmp_path / "only_at_the_server")}, evaluation=evaluation
+    )
+    at_site = site_federation(absent, load_site(sites[0]))
+    assert (at_site.weights, at_site.downstream) == ({}, {})
+    write_images(tmp_path / "labelled.npz")
+    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "labelled.npz")}}}
+    continued = quick(**AVERAGED, **SITES, **NO_DATA, model={"weights": str(folder)}, evaluation=evaluation)
+    directory, grid = start(continued, tmp_path / "continued", sites)
+    assert run_on(continued, directory, grid) == []
+    run = read_run(tmp_path / "continued")
+    assert run.finished
+    for when in ("before", "after"):
+        assert run.evaluated("downstream_other_knn", when) is not None
+    assert run.evaluated("knn", "after") is None
+    header, row = evaluate_run(tmp_path / "continued").read_text().splitlines()
+    assert header.split(",")[:2] == ["client", "downstream_other_knn"]
+    assert float(row.split(",")[1]) == pytest.approx(run.evaluated("downstream_other_knn", "after"), abs=0.006)
+
+
+def test_sites_evaluate_the_models_that_they_keep(quick, tmp_path, sites):
+    recipe = quick(**(SITES | NO_DATA))
+    directory, grid = start(recipe, tmp_path / "run", sites)
+    assert run_on(recipe, directory, grid) == []
+    values = read_run(tmp_path / "run").values
+    for measure in ("effective_rank", "alignment", "uniformity"):
+        assert {who for number, who, metric in values if (number, metric) == (2, measure)} == {"0", "1", "mean"}
+
+
+def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(quick, tmp_path, sites):
+    recipe = quick(**(AVERAGED | SITES | NO_DATA), rounds=4)
+    directory, grid = start(recipe, tmp_path / "run", sites)
+    (tmp_path / "images0").rename(tmp_path / "moved")
+    moved = yaml.safe_load(sites[0].read_text())
+    sites[0].write_text(yaml.safe_dump(moved | {"data": moved["data"] | {"path": str(tmp_path / "moved")}}))
+    file = tmp_path / "images1" / "03.png"
+    before = file.read_bytes()
+
+    class Changes(WarningRecorder):
+        def round_ended(self, number: int, rows: object) -> None:
+            """Give site 1 another image after the first round, and its own again after the third."""
+            if number == 1:
+                save_array(file, random_pixels(9, 8, seed=7))
+            elif number == 3:
+                file.write_bytes(before)
+
+    progress = Changes()
+    run_on(recipe, directory, grid, progress)
+    reason = "its data have changed since it began this run (client 1): put them back as they were"
+    assert progress.warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
+
+
+def test_a_site_brings_its_images_to_the_size_that_the_recipe_says(quick, tmp_path):
+    recipe = quick(**AVERAGED, **SITES, data=NONE | {"image_shape": [1, 12, 12]})
+    (site,) = write_sites(tmp_path, 1, data={"name": "digits", "train_limit": 40, "test_limit": 60})
+    assert site_federation(recipe, load_site(site)).dataset.train_images.shape[1:] == (1, 12, 12)
+
+
+def test_a_server_without_data_must_know_the_classes_of_labels_and_is_for_sites(quick, tiny):
+    with pytest.raises(UserError, match=r"as data\.class_names"):
+        build_federation(quick(**AVERAGED, **SITES, **NO_DATA, objective="supervised"))
+    with pytest.raises(UserError, match=r"is for a server whose sites bring their own images, got partition iid"):
+        build_federation(tiny(**AVERAGED, **NO_DATA, partition={"name": "iid", "clients": 2}))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"name": "none"}, r"name=none needs image_shape=\[channels, height, width\]"),
+        (NONE | {"image_shape": [2, 8, 8]}, r"with 1 or 3 channels, got \[2, 8, 8\]"),
+        ({"image_shape": [1, 8, 8]}, "image_shape and class_names are for name=none"),
+        ({"class_names": ["a"]}, "image_shape and class_names are for name=none"),
+        (NONE | {"public_holdout": 5}, "name=none has no images: leave path and public_holdout out"),
+    ],
+)
+def test_wrong_options_of_a_server_without_data(options, says):
+    with pytest.raises(ValidationError, match=says):
+        DataOptions(**options)
