@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from ..aggregators.base_model import BaseModel
+from ..aggregators.representation_mean import RepresentationMean
 from ..aggregators.weighted_mean import WeightedMean
 from ..data.datasets import Dataset
 from ..errors import UserError
@@ -194,7 +195,9 @@ def _rules_of_aggregators(recipe: Recipe) -> Iterator[str]:
     for i, name in enumerate(names):
         if name in names[:i]:
             yield f"aggregators name {name} twice, and both would send the same: remove one of the two"
-    if recipe.engine == "flower" and any(getattr(part, "oracle", None) for part in recipe.aggregators):
+    if recipe.engine == "flower" and any(
+        isinstance(part, RepresentationMean) and part.oracle is not None for part in recipe.aggregators
+    ):
         yield "representation_mean.oracle is a folder of this machine, which engine flower's sites lack: use in-process"
     exchanging = [aggregator.name for aggregator in recipe.aggregators if aggregator.exchanges_weights]
     if len(exchanging) > 1:
