@@ -172,7 +172,8 @@ class RepresentationMean(Aggregator):
         if whitening is not None:  # the alignment term of the next round whitens its mini-batches by the same matrix
             client.memory.tensors[WHITENING] = whitening
         if self.oracle is not None and local.number == 0:  # what comes later the server leaves out
-            encoder = frozen_encoder(self.oracle, tuple(public.shape[1:])).to(model.device)
+            channels, height, width = public.shape[1:]
+            encoder = frozen_encoder(self.oracle, (channels, height, width)).to(model.device)
             a, _ = self._factor(torch.cat([encoder(normalize(b.to(model.device))) for b in batches]).cpu())
         return Message({f"representation.{client.index}": a})
 

@@ -98,7 +98,7 @@ def _kind(image: "Image") -> ImageKind:
     is_tiff = image.format == "TIFF"
     # Pillow before 13 takes Y, Cb and Cr for red, green and blue, unless libtiff reads them.
     mixed_up = is_tiff and image.mode == "RGB" and _tiff_tag(image, _TIFF_PHOTOMETRIC, 2) == _YCBCR
-    if mixed_up and any(tile.codec_name != "libtiff" for tile in image.tile):
+    if mixed_up and any(tile.codec_name != "libtiff" for tile in getattr(image, "tile", [])):
         raise BrokenImageError("colours as YCbCr, which this Pillow mixes up; install Pillow 13, or store RGB")
     signed_bytes = is_tiff and image.mode == "L" and _is_signed(image)
     if image.mode in ("F", "I") or image.mode.startswith("I;16") or signed_bytes:
