@@ -194,13 +194,9 @@ def test_how_much_larger_the_released_term_is_than_the_mean():
     assert released / mean == pytest.approx(rows * (width - 1) / 6, rel=0.05)
 
 
-def test_collapsed_points_are_farther_from_uniform_and_the_gradient_is_finite_everywhere():
-    collapsed, random = (
-        SlicedUniformity().start_round(Local())(step_of(representations(kind)[0])) for kind in ("collapsed", "random")
-    )
-    assert collapsed > 5 * random
+def test_the_gradient_of_the_sliced_distance_is_finite_at_the_base_and_opposite_to_it():
     base = torch.tensor([[1.0, 0.0, 0.0]])
-    z = torch.cat([base, -base]).requires_grad_()  # at the base and opposite to it
+    z = torch.cat([base, -base]).requires_grad_()
     distance = sliced_distance(z, F.normalize(torch.ones(2, 3), dim=1), base, torch.tensor([[[0.0, 1.0, 0.0]]]))
     distance.sum().backward()
     assert z.grad.isfinite().all()
