@@ -15,10 +15,7 @@ from fedssl.reports.cost import estimate, format_bytes, totals
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.reports.figures import logged, predicted
 
-LAYER_WISE: dict[str, Any] = AVERAGED | {
-    "rounds": 8,
-    "schedule": {"name": "layer_wise", "rounds_per_stage": 2},
-}
+LAYER_WISE: dict[str, Any] = AVERAGED | {"rounds": 8, "schedule": {"name": "layer_wise", "rounds_per_stage": 2}}
 TWO_STAGES = LAYER_WISE | {"rounds": 4, "schedule": LAYER_WISE["schedule"] | {"layers_per_stage": 2}}
 TRANSFORMER = {
     "architectures": ["small_vit"],
