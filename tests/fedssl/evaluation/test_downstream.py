@@ -22,7 +22,6 @@ from fedssl.evaluation.evaluate import (
     load_downstream,
 )
 from fedssl.evaluation.fine_tuning import FineTuneOptions
-from fedssl.evaluation.metrics import is_accuracy, metric_title
 from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
 from fedssl.models.encoders import build_encoder
@@ -30,7 +29,6 @@ from fedssl.models.model import Model
 from fedssl.reports.evaluation import evaluate_export, evaluate_run, parse_data
 from fedssl.reports.report import build_report
 from fedssl.run_folder.record import read_run
-from fedssl.tables.table import Table
 from tests.fedssl.conftest import AVERAGED, tiny_values
 
 
@@ -152,15 +150,6 @@ def test_errors_of_the_recipes_option_name_it(noisy, tmp_path):
     with pytest.raises(UserError, match=r"evaluation\.downstream\.a: there is no file"):
         in_process.run(recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_table_has_columns_of_other_data():
-    values = {"name": "t", "seeds": [0], "rows": [{"label": "a", "recipe": "fedbyol"}]}
-    Table.model_validate(values | {"metrics": ["knn", "downstream_cifar10_linear"]})
-    assert metric_title("downstream_cifar10_linear") == "on cifar10: linear accuracy (%)"
-    assert is_accuracy("downstream_cifar10_linear") is not is_accuracy("downstream_cifar10_effective_rank")
-    with pytest.raises(ValueError, match="unknown metric"):
-        Table.model_validate(values | {"metrics": ["downstream_cifar10_nothing"]})
 
 
 def test_data_on_the_command_line():

@@ -205,7 +205,8 @@ def test_images_without_labels_have_other_measures():
 
 def test_values_of_percentages_are_bounded_by_0_and_100():
     for name in EVALUATED:
-        assert is_accuracy(name) == (METRICS[name].unit == "%") == (METRICS[name].bounds == (0.0, 100.0)), name
+        bounded = METRICS[name].bounds == (0.0, 100.0)
+        assert bounded == (METRICS[name].unit == "%") == is_accuracy(name) == is_accuracy(f"downstream_a_{name}"), name
 
 
 # Projections

@@ -174,11 +174,6 @@ def test_killed_and_resumed_it_ends_alike(optimizer, place, tiny, tmp_path):
     assert contents(killed_and_resumed(recipe, tmp_path / "killed")) == contents(tmp_path / "straight")
 
 
-def test_where_weights_are_replaced_there_is_no_such_option(tiny):
-    with pytest.raises(UserError, match=r"local_update\.keep_optimizer"):
-        tiny(**AVERAGED | {"local_update": {"name": "replace", "keep_optimizer": True}})
-
-
 def test_centralised_recipes_keep_it_and_their_target_network():
     for name in ("byol", "simclr", "simsiam", "moco_v3"):
         recipe = load_recipe(f"centralised_{name}")

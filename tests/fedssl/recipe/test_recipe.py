@@ -104,13 +104,6 @@ def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part
     assert load_recipe(tmp_path / "run" / "recipe.yaml") == load_recipe(recipe_with_own_part)
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [1", "not YAML"), ("- 1", "must hold a mapping")])
-def test_a_recipe_that_is_no_yaml_or_no_mapping(text, message, tmp_path):
-    (tmp_path / "r.yaml").write_text(text)
-    with pytest.raises(UserError, match=message):
-        load_recipe(tmp_path / "r.yaml")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

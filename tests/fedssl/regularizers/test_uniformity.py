@@ -43,29 +43,20 @@ def test_fur_by_hand(monkeypatch):
     assert local.logged["uniformity_iterations"][0] >= 1
 
 
-def test_the_printed_cost_by_hand(monkeypatch):
-    """z = (2, 0), normalised (1, 0), and s = (0, 1): C = |z - s|^2 = 2. With tau_a = tau_b = 2 the value, C p + 2 (p -
-    1)^2, is least at p = 0.5: 1 + 0.5. The gradient is 0.5 * -2 (s - <s, z> z) / |(2, 0)| = (0, -0.5).
-    """
-    monkeypatch.setattr(uniformity, "sphere_samples", lambda *_: torch.tensor([[0.0, 1.0]]))
-    z = torch.tensor([[2.0, 0.0]], requires_grad=True)
-    part = Uniformity(cost="squared_distance", draws=1, weight=1.0, tau_a=2.0, tau_b=2.0)
-    value = part.start_round(Local())(step_of(z))
-    value.backward()
-    assert float(value.detach()) == pytest.approx(1.5, rel=1e-4)
-    torch.testing.assert_close(z.grad, torch.tensor([[0.0, -0.5]]), rtol=1e-2, atol=1e-6)
-
-
-def test_the_gradient_is_that_of_unbalanced_ot(monkeypatch):
-    """The plan is solved for once and its gradient written by hand."""
+@pytest.mark.parametrize(("cost", "tau"), [("cosine", 0.8), ("squared_distance", 2.0)])
+def test_value_and_gradient_are_those_of_unbalanced_ot(cost, tau, monkeypatch):
+    """The plan is solved for once and its gradient written by hand; at tau = 0.8 the printed cost moves no mass."""
     z, samples = (t[:16].clone() for t in representations("low rank"))
     z.requires_grad_()
     monkeypatch.setattr(uniformity, "sphere_samples", lambda *_: samples)
-    value = Uniformity(draws=1, weight=1.0, tolerance=1e-8).start_round(Local())(step_of(z))
-    truth = unbalanced_ot(1 - F.normalize(z, dim=1) @ samples.T, 1.0, 1.0, 0.8, 0.8, tol=1e-8)
+    part = Uniformity(cost=cost, draws=1, weight=1.0, tau_a=tau, tau_b=tau, tolerance=1e-8)
+    value = part.start_round(Local())(step_of(z))
+    unit = F.normalize(z, dim=1)
+    costs = 1 - unit @ samples.T if cost == "cosine" else (unit.unsqueeze(1) - samples).square().sum(dim=2)
+    truth = unbalanced_ot(costs, 1.0, 1.0, tau, tau, tol=1e-8)
     torch.testing.assert_close(value, truth)
     (gradient,), (expected,) = torch.autograd.grad(value, z), torch.autograd.grad(truth, z)
-    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_fur_of_the_named_layer():
@@ -194,13 +185,9 @@ def test_how_much_larger_the_released_term_is_than_the_mean():
     assert released / mean == pytest.approx(rows * (width - 1) / 6, rel=0.05)
 
 
-def test_collapsed_points_are_farther_from_uniform_and_the_gradient_is_finite_everywhere():
-    collapsed, random = (
-        SlicedUniformity().start_round(Local())(step_of(representations(kind)[0])) for kind in ("collapsed", "random")
-    )
-    assert collapsed > 5 * random
+def test_the_gradient_of_the_sliced_distance_is_finite_at_the_base_and_opposite_to_it():
     base = torch.tensor([[1.0, 0.0, 0.0]])
-    z = torch.cat([base, -base]).requires_grad_()  # at the base and opposite to it
+    z = torch.cat([base, -base]).requires_grad_()
     distance = sliced_distance(z, F.normalize(torch.ones(2, 3), dim=1), base, torch.tensor([[[0.0, 1.0, 0.0]]]))
     distance.sum().backward()
     assert z.grad.isfinite().all()

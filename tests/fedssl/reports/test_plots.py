@@ -16,14 +16,7 @@ from fedssl.engines import in_process
 from fedssl.evaluation.projections import grid_cells, nearest_images, spread_queries
 from fedssl.reports import images
 from fedssl.reports.images import ImagePictures, draw_map, draw_neighbours, image_pictures_of_run, thumbnails
-from fedssl.reports.plots import (
-    Bar,
-    draw_bars,
-    draw_curves,
-    draw_spectrum,
-    method_styles,
-    png_bytes,
-)
+from fedssl.reports.plots import Bar, draw_bars, draw_curves, draw_spectrum, method_styles, png_bytes
 from fedssl.reports.report import write_report
 from tests.fedssl.conftest import AVERAGED
 

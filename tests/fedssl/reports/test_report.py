@@ -13,10 +13,8 @@ import pytest
 from fedssl.errors import UserError
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports import report
-from fedssl.reports.cost import format_bytes
 from fedssl.reports.plots import Card, draw_table_picture
 from fedssl.reports.report import write_report
-from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
 from fedssl.untrusted import quoted
 from tests.fedssl.conftest import ALIGNED
@@ -169,16 +167,6 @@ def test_bad_input_is_told_in_one_line(tiny, tmp_path):
             write_report(runs, output)
         assert "\n" not in str(error.value)
     assert not list(tmp_path.glob("*/report.html"))
-
-
-def test_a_run_of_the_engine_is_reported(tiny, finished, tmp_path):
-    path = finished(tiny(**ALIGNED))
-    page = Page(write_report([path], tmp_path / "page.html", collapse=False, images=False))
-    found = RunDirectory.open(path).read_metrics()
-    up = sum(value for _, _, metric, value in found if metric == "bytes_up")
-    assert page.table("method", "seed", "rounds", "down to clients")[0][4] == format_bytes(up)
-    for heading in ("Who holds what", "Spectrum of the representations", "Curves"):
-        assert heading in page.text
 
 
 # Names and values that somebody else chose

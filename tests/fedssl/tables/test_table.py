@@ -58,6 +58,7 @@ def test_recipes_and_part_files_are_seen_from_the_tables_folder(tmp_path, monkey
         ({"seeds": [1, 1]}, "seeds must be different numbers, none below 0"),
         ({"seeds": [-1]}, "seeds must be different numbers, none below 0"),
         ({"metrics": ["accuracy"]}, "metrics.0: .*unknown metric; expected one of knn, .*got 'accuracy'"),
+        ({"metrics": ["downstream_cifar10_nothing"]}, "metrics.0: .*unknown metric"),
         ({"method": "theirs"}, "method names 'theirs', but the rows' labels are ours, alone"),
         ({"baselines": ["x"]}, "baselines names 'x'"),
         ({"controls": ["x"]}, "controls names 'x'"),
