@@ -37,6 +37,7 @@ from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
 from tests.fedssl.engines.flower.test_deployment import replay
 
 FOLDER = ROOT / "benchmarks" / "results" / "site_faults"
+COMMAND = Path(__file__).with_name("site_faults_command.py")
 ROUNDS, BROKEN_ROUND = 3, 2
 #: a killed site's key is refused until Flower takes the site for gone
 KEY_IS_FREE_AFTER = GONE_SECONDS + 2
@@ -105,7 +106,7 @@ def nothing(trial: Trial) -> None:
 
 
 def answer(fault: str) -> Callable[[Trial], None]:
-    """A fault of flower_command.py in the last site's answer."""
+    """A fault of site_faults_command.py in the last site's answer."""
 
     def act(trial: Trial) -> None:
         file = trial.plant(fault, trial.last)
@@ -303,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "clock" in names and shutil.which("c++") is None:
         parser.error("the row clock needs a C++ compiler (c++): install one, or name the other rows")
     torch.set_num_threads(1)  # as the sites have
-    deployment = Deployment(Path(tempfile.mkdtemp(prefix="site-faults-")), patience=LONG)
+    deployment = Deployment(Path(tempfile.mkdtemp(prefix="site-faults-")), LONG, COMMAND)
     try:
         deployment.start_superlink()
         deployment.register(*(f"site{k}" for k in range(options.sites)))

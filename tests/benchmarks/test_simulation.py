@@ -23,9 +23,6 @@ TINY = Simulation("fedbyol", ("small_convnet",), 4, 2)
 TINY_TRAINING = LocalTraining("byol", "small_convnet", 4, 2, "cpu")
 
 
-# ---- the phases ---------------------------------------------------------------------------------------------
-
-
 def test_a_call_within_a_phase_belongs_to_it() -> None:
     spent: list[float] = []
     clock, spend = PhaseClock(CPU, lambda: sum(spent)), spent.append
@@ -75,9 +72,6 @@ def test_the_phases_of_a_round_add_up_to_its_time(one: Simulation, tmp_path: Pat
     assert BYOL.step is step  # not timed any more
 
 
-# ---- the peers ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", simulation_peers.LOOPS)
 @pytest.mark.parametrize("objective", simulation_peers.RECIPES)
 def test_everyone_trains_the_same_network(name: str, objective: str) -> None:
@@ -113,17 +107,9 @@ def test_loops_run_in_turn_and_a_missing_one_says_so(monkeypatch: pytest.MonkeyP
     assert rows["fedssl, two at a time"]["images"] == 2 * rows["fedssl"]["images"] == 2 * TINY_TRAINING.images
 
 
-# ---- the command --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "sizes", lambda device, quick: Sizes((TINY,), (TINY_TRAINING,)))
     monkeypatch.setattr(simulation, "missing_package", lambda name: None if name == "fedssl" else "not installed")
-
-
-@pytest.mark.usefixtures("small")
-def test_the_command_writes_its_figures(tmp_path: Path) -> None:
     arguments = ["--threads", "1", "--repeats", "2", "--output", str(tmp_path)]
     assert simulation.main([*arguments, "training.learning_rate=0.01"]) == 0
     results = json.loads((tmp_path / "simulation.json").read_text())

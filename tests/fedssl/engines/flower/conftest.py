@@ -31,19 +31,14 @@ def _flower_process(flower_process) -> None:
 
 
 @pytest.fixture
-def no_waiting(monkeypatch) -> None:
-    """The server's waits take no time."""
+def quick(monkeypatch) -> Callable[..., Recipe]:
+    """The tiny recipe under engine flower, with Flower's privacy if asked for, whose server waits without waiting."""
     from fedssl.engines.flower import messenger, registration
     from tests.fedssl.engines.flower.loop_grid import Clock
 
     clock = Clock()
     monkeypatch.setattr(messenger, "time", clock)
     monkeypatch.setattr(registration, "time", clock)
-
-
-@pytest.fixture
-def quick(no_waiting) -> Callable[..., Recipe]:
-    """The tiny recipe under engine flower, with Flower's privacy if asked for, whose server waits without waiting."""
 
     def build(*, dp: dict | None = None, secure: dict | None = None, **changes) -> Recipe:
         options = WAITS | {"differential_privacy": dp, "secure_aggregation": secure}

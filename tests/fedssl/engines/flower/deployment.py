@@ -113,8 +113,9 @@ class Deployment:
     Sites reach the SuperLink through a proxy that counts the bytes.
     """
 
-    def __init__(self, folder: Path, patience: float = PATIENCE):
+    def __init__(self, folder: Path, patience: float = PATIENCE, command: Path = COMMAND):
         self.folder = folder
+        self.command = command
         self.patience = patience  # seconds until a wait is given up
         self.port = free_port()
         self.proxy = CountingProxy(self.port)
@@ -132,7 +133,7 @@ class Deployment:
     # Processes
 
     def start(self, name: str, arguments: list[str], before: tuple[str, ...] = ()) -> subprocess.Popen:
-        """Start a command of flower_command.py; `before` is a program that starts it, with its arguments."""
+        """Start a command of `fedssl`; `before` is a program that starts it, with its arguments."""
         from fedssl.deploy.flower_commands import end_with_parent
 
         home = self.folder / f"home-{name}"
@@ -140,7 +141,7 @@ class Deployment:
         variables = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1", MARK: self._mark(name)}
         with open(self.log(name), "ab") as log:
             process = subprocess.Popen(
-                [*before, sys.executable, str(COMMAND), str(self.faults), *arguments],
+                [*before, sys.executable, str(self.command), str(self.faults), *arguments],
                 cwd=self.folder,
                 env=with_package() | variables,
                 stdout=log,

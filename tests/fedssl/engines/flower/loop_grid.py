@@ -42,7 +42,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "one_optimizer": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
     "personal": AVERAGED | {"local_update": "personal", "regularizers": ["distance_to_global"]},
 }
-#: in short runs
 KINDS = {kind: method | SMALL for kind, method in METHODS.items()}
 
 

@@ -39,14 +39,10 @@ main()
 
 
 @pytest.mark.nightly  # a run that was interrupted is compared below
-@pytest.mark.parametrize("kind", ["lw_fedssl", "images in a file"])
-def test_simulated_the_run_is_the_same_bit_for_bit(kind, finished, noisy, tmp_path, monkeypatch):
+def test_of_images_in_a_file_the_run_is_the_same_bit_for_bit(finished, noisy, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if kind == "images in a file":
-        data = {"name": "images", "path": str(write_two_classes(tmp_path / "images")), "image_size": 8}
-        own = {"data": data | {"memory_limit": 0}, "partition": {"name": "iid", "clients": 3}}
-    else:
-        own = METHODS[kind]
+    data = {"name": "images", "path": str(write_two_classes(tmp_path / "images")), "image_size": 8, "memory_limit": 0}
+    own = {"data": data, "partition": {"name": "iid", "clients": 3}}
     recipe = noisy(**own, **SIMULATED)
     engine_of(recipe).run(recipe, tmp_path / "simulated")
     assert results(finished(noisy(**own))) == results(tmp_path / "simulated")
