@@ -41,7 +41,7 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("regularizers.0.weight=.nan", ["regularizers.0.weight", "finite"]),
         ("regularizers.3.weight=1", ["list of 1", "'3'"]),
         ("regularizers=cka_alignment", ["regularizers: expected a list"]),
-        ("aggregators.0.target=friends", ["aggregators.0.target", "'peers', 'self', 'untrained' or 'oracle'", "'friends'"]),
+        ("aggregators.0.target=friends", ["aggregators.0.target", "'untrained' or 'oracle'", "'friends'"]),
         ("objective.name=byoll", ["objective.name", ", ".join(part_names("objectives"))]),
         ("objective=3", ["objective: expected a part", "got 3"]),
         ("data.name=mnist", ["data.name", "'digits'", "'mnist'"]),
