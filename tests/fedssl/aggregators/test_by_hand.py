@@ -207,6 +207,8 @@ def test_a_client_may_send_as_many_projections_as_it_may_have_images():
     """It began with five: up to ten are plausible, as a site may collect more. Of another number nothing is known."""
     expected = Dictionary(name="dictionary").expected(Message(), 0, [])
     assert expected == {"dictionary.0": (OWN_IMAGES, PROJECTION)}
+    asked_for_four = Dictionary(name="dictionary", samples=4).expected(Message(), 0, [])
+    assert asked_for_four == {"dictionary.0": (range(1, 5), PROJECTION)}
 
     def refused(rows, samples):
         replies = {k: Message({"dictionary.0": torch.ones(n, 3)}, {"samples": 5.0}) for k, n in enumerate((rows, 5, 4))}
