@@ -179,14 +179,20 @@ def options_of(queries, keys):
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 9), (600, 700)])
 def test_logsumexp_of_what_is_not_left_out(queries, keys):
-    query, key, options = randn(queries, 7, seed=1), randn(keys, 7, seed=2), options_of(queries, keys)
-    numbers, positives = torch.arange(queries), options["positives"]
+    query, key = (randn(count, 7, seed=seed).requires_grad_() for seed, count in ((1, queries), (2, keys)))
+    numbers, options = torch.arange(queries), options_of(queries, keys)
+    positives = options["positives"]
     logits = query @ key.T
     left_out = options["excluded"] | (options["labels"][0][:, None] == options["labels"][1])
     left_out[numbers, positives] = False
     remaining = logits.masked_fill(left_out, -torch.inf)
     results = similarity_logsumexp(query, key, **options, columns=True)
-    torch.testing.assert_close(results, (remaining.logsumexp(1), remaining.logsumexp(0), logits[numbers, positives]))
+    truth = remaining.logsumexp(1), remaining.logsumexp(0), logits[numbers, positives]
+    torch.testing.assert_close(results, truth)
+    weights = [randn(len(one), seed=3) for one in truth]
+    of_sums = {"rows": results[0], "columns": results[1], "row_weights": weights[0], "column_weights": weights[1]}
+    found = similarity_gradients(query, key, **of_sums, positive_weights=weights[2], **options)
+    torch.testing.assert_close(found, torch.autograd.grad(truth, (query, key), weights, retain_graph=True))
     plain = similarity_logsumexp(query, key)
     assert plain[1:] == (None, None)
     torch.testing.assert_close(plain[0], logits.logsumexp(1))
