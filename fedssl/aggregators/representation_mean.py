@@ -173,7 +173,10 @@ class RepresentationMean(Aggregator):
             client.memory.tensors[WHITENING] = whitening
         if self.oracle is not None and local.number == 0:  # what comes later the server leaves out
             channels, height, width = public.shape[1:]
-            encoder = frozen_encoder(self.oracle, (channels, height, width)).to(model.device)
+            try:
+                encoder = frozen_encoder(self.oracle, (channels, height, width)).to(model.device)
+            except UserError as error:
+                raise UserError(f"representation_mean.oracle: {error}") from error
             a, _ = self._factor(torch.cat([encoder(normalize(b.to(model.device))) for b in batches]).cpu())
         return Message({f"representation.{client.index}": a})
 

@@ -204,12 +204,13 @@ def cell_recipe(
     seed: int,
     overrides: Sequence[str] = (),
     scenario: TableScenario | None = None,
-    output: Path = Path(),
+    output: Path | None = None,
 ) -> Recipe:
     """Return the recipe of one cell: the row's recipe, changed by the settings of table, scenario, row and overrides.
 
     Mappings are merged key by key; lists are replaced; a part with another name replaces the part. The encoder that a
-    row aligns to lies in the table's folder `output`.
+    row aligns to lies in the table's folder `output`; without one, the recipe has untrained kernels as target, which
+    cost the same.
 
     Raises:
         UserError: see `load_recipe`; the message names the row.
@@ -223,11 +224,14 @@ def cell_recipe(
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
             values = _merge(values, settings)
         if row.oracle is not None:
-            encoder = str(encoder_path(cell_path(output, row.oracle, seed, scenario.label if scenario else "")))
-            aggregators = [dict(part) for part in values.get("aggregators", [])]
-            values["aggregators"] = [
-                part | {"oracle": encoder} if part.get("target") == "oracle" else part for part in aggregators
-            ]
+            target: dict[str, Any] = {"target": "untrained"}
+            if output is not None:
+                run = cell_path(output, row.oracle, seed, scenario.label if scenario else "")
+                target = {"oracle": str(encoder_path(run))}
+            parts = [part if isinstance(part, dict) else {"name": part} for part in values.get("aggregators", [])]
+            if "oracle" not in [part.get("target") for part in parts]:
+                raise UserError("the row has an oracle, but none of its aggregators has target oracle: add it there")
+            values["aggregators"] = [part | target if part.get("target") == "oracle" else part for part in parts]
         name = f"{row.label} ({scenario.label})" if scenario and scenario.label else row.label
         return complete_recipe(values | {"name": name, "seed": seed}, overrides, source=row.recipe)
     except UserError as error:

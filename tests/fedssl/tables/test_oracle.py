@@ -18,7 +18,7 @@ from fedssl.recipe.rules import check_parts
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.tables.results import Results, verdict
 from fedssl.tables.runner import run_table
-from fedssl.tables.table import Table, encoder_path
+from fedssl.tables.table import Table, cell_recipe, encoder_path
 from tests.fedssl.conftest import ALIGNED, tiny_values
 from tests.fedssl.reports.synthetic_runs import make_table
 
@@ -55,6 +55,14 @@ def test_a_row_aligns_to_the_encoder_of_another_row_which_never_changes(tmp_path
         torch.testing.assert_close(state[f"representation.{k}"], expected)
     moved = Path(shutil.copytree(output, tmp_path / "moved"))  # the path of the encoder is the table's
     run_table(table_of({}), moved)
+
+
+def test_without_a_folder_the_cost_is_that_of_untrained_kernels_and_a_row_without_the_target_is_refused():
+    table = table_of({})
+    assert cell_recipe(table, table.rows[0], 3).aggregators[0].target == "untrained"
+    table.rows[0].settings.clear()
+    with pytest.raises(UserError, match="row 'oracle': the row has an oracle, but none of its aggregators has target"):
+        cell_recipe(table, table.rows[0], 3)
 
 
 def test_rows_without_the_encoder_they_align_to_fail_and_the_others_go_on(tmp_path):
