@@ -23,6 +23,7 @@ class Results:
         finished: the seeds of finished runs by row label, in the table's order; a label without any is left out.
         before: values of the untrained encoders by (row label, metric) and seed.
         after: values after the last round by (row label, metric) and seed.
+        ceiling: the table's ceiling by metric and seed, see `_ceiling`.
     """
 
     label: str = ""
@@ -30,6 +31,7 @@ class Results:
     finished: dict[str, list[int]] = field(default_factory=dict)
     before: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     after: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
+    ceiling: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def values(self, label: str, metric: str, when: Literal["before", "after"] = "after") -> list[float]:
         """Return a row's values of a metric, one for each finished seed."""
@@ -50,19 +52,41 @@ def read_results(table: Table, output: Path, scenario: TableScenario | None = No
     """Read the values of a scenario, by default the first, from a table's folder; unfinished cells are left out."""
     scenario = scenario or table.all_scenarios[0]
     results = Results(scenario.label, scenario.paper)
+    runs: dict[tuple[str, int], Run] = {}
     for row in table.rows:
         for seed in table.seeds:
             path = cell_path(output, row.label, seed, scenario.label)
             run = read_run(path) if (path / "recipe.yaml").is_file() else None
             if run is None or not run.finished:
                 continue
+            runs[row.label, seed] = run
             results.finished.setdefault(row.label, []).append(seed)
             for metric in table.metrics:
                 reached = _values_by_round(run, metric)
                 for values, number in ((results.before, 0), (results.after, run.rounds)):
                     if number in reached:
                         values.setdefault((row.label, metric), {})[seed] = reached[number]
+    for seed in table.seeds:
+        method, rows = runs.get((table.method or "", seed)), {label: runs.get((label, seed)) for label in table.ceiling}
+        of_clients = _ceiling(method, {label: run for label, run in rows.items() if run}) if method else []
+        for metric in table.metrics:
+            of_rows = [results.after.get((label, metric), {}).get(seed) for label in of_clients]
+            if of_rows and None not in of_rows:
+                results.ceiling.setdefault(metric, {})[seed] = fmean(value for value in of_rows if value is not None)
     return results
+
+
+def _ceiling(method: Run, rows: Mapping[str, Run]) -> list[str]:
+    """Return, for each client of the method, the label of the row that trained the client's architecture.
+
+    A single row counts for every client. Empty if a client has none.
+    """
+    if len(rows) == 1:
+        return list(rows)
+    labels = {run.architecture_of(0): label for label, run in rows.items()}
+    clients = {int(who) for _, who, _ in method.values if who.isdigit()}
+    architectures = [method.architecture_of(k) for k in sorted(clients)]
+    return [labels[name] for name in architectures] if set(architectures) <= set(labels) else []
 
 
 def _values_by_round(run: Run, metric: str) -> dict[int, float]:
@@ -142,7 +166,7 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
     else:
         beats = "beats every baseline and every control by more than the spread"
         text = f"{name}: a collaboration gain. {method_with_value} {beats}: {listed(beaten)}."
-    if collaboration and table.ceiling is not None:
+    if collaboration and table.ceiling:
         text += " " + _room(table, method, results, metric)
     if untrained := results.values(method, metric, "before"):
         lead, noise = _lead(reached, untrained)
@@ -153,17 +177,16 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
 
 def _room(table: Table, method: str, results: Results, metric: str) -> str:
     """Return a sentence on the share of the room between the best control and the ceiling that the method closes."""
-    ceiling = table.ceiling
-    assert ceiling is not None
-    if len(results.values(ceiling, metric)) < len(table.seeds):
-        return f"Runs of {ceiling} are missing, so the room above the controls is unknown."
+    ceiling, name = results.ceiling.get(metric, {}), listed(table.ceiling)
+    if len(ceiling) < len(table.seeds):
+        return f"Runs of {name} are missing, or train another architecture, so the room above the controls is unknown."
     best = max(table.controls, key=lambda label: fmean(results.values(label, metric)))
-    room, noise = _lead(results.values(ceiling, metric), results.values(best, metric))
+    room, noise = _lead(list(ceiling.values()), results.values(best, metric))
     if room <= noise:
-        return f"There is no room to close: {ceiling} is not above {best}, the best control, by more than the spread."
+        return f"There is no room to close: {name} is not above {best}, the best control, by more than the spread."
     reached, lowest = results.after[method, metric], results.after[best, metric]
     mean, spread = mean_and_spread([100 * (reached[seed] - lowest[seed]) / room for seed in table.seeds])
-    room_text = f"the {_points(room)} points between {best}, the best control, and {ceiling}"
+    room_text = f"the {_points(room)} points between {best}, the best control, and {name}"
     return f"It closes {mean:.0f} ± {spread:.0f} % of {room_text}."
 
 

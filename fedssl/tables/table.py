@@ -109,10 +109,10 @@ class Table(Options):
     controls: list[str] = Field(
         [], description="labels of rows that learn nothing from peers, which the method must beat, too"
     )
-    ceiling: str | None = Field(
-        None,
-        description="the row that has all images in one place: the verdict tells which share of the room between the "
-        "best control and it the method closes",
+    ceiling: list[str] = Field(
+        [],
+        description="the rows that have all images in one place, one for each architecture: the verdict tells which "
+        "share of the room between the best control and them the method closes",
     )
     settings: dict[str, Any] = Field({}, description="recipe values for all rows")
     rows: list[TableRow] = Field(..., min_length=1, description="the rows; those in neither list above are not judged")
@@ -140,7 +140,7 @@ class Table(Options):
             "method": [self.method] if self.method is not None else [],
             "baselines": self.baselines,
             "controls": self.controls,
-            "ceiling": [self.ceiling] if self.ceiling is not None else [],
+            "ceiling": self.ceiling,
             "oracle": [row.oracle for row in self.rows if row.oracle is not None],
             "paper": [label for scenario in self.all_scenarios for label in scenario.paper],
             "relative_to": [row.relative_to for row in self.rows if row.relative_to is not None],

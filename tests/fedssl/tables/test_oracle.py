@@ -16,11 +16,11 @@ from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_stored_recipe, parse_recipe
 from fedssl.recipe.rules import check_parts
 from fedssl.run_folder.directory import RunDirectory
-from fedssl.tables.results import Results, verdict
+from fedssl.tables.results import Results, read_results, verdict
 from fedssl.tables.runner import run_table
-from fedssl.tables.table import Table, cell_recipe, encoder_path
+from fedssl.tables.table import Table, cell_path, cell_recipe, encoder_path
 from tests.fedssl.conftest import ALIGNED, tiny_values
-from tests.fedssl.reports.synthetic_runs import make_table
+from tests.fedssl.reports.synthetic_runs import evaluated, make_table, write_run
 
 SMALL = {
     "preset": "digits",
@@ -89,16 +89,33 @@ def test_an_oracle_goes_with_its_target_and_this_machine(changes, message):
 def test_the_verdict_says_which_share_of_the_room_is_closed():
     labels = ("ours", "alone", "weak", "strong", "central")
     rows = [{"label": label, "recipe": "local_only"} for label in (*labels, "other")]
-    table = make_table(controls=["weak", "strong"], ceiling="central", metrics=["knn"], rows=rows)
+    table = make_table(controls=["weak", "strong"], ceiling=["central"], metrics=["knn"], rows=rows)
 
-    def said(**knn: list[float]) -> str:
+    def said(ceiling: list[float], **knn: list[float]) -> str:
         values = {(label, "knn"): dict(enumerate(reached)) for label, reached in knn.items()}
-        return verdict(table, Results(after=values))
+        return verdict(table, Results(after=values, ceiling={"knn": dict(enumerate(ceiling))}))
 
-    others = {"alone": [30.0, 30.0], "weak": [20.0, 20.0], "strong": [40.0, 42.0]}
+    others = {"ours": [42.0, 43.0], "alone": [30.0, 30.0], "weak": [20.0, 20.0], "strong": [40.0, 42.0]}
     text = "It closes 30 ± 14 % of the 5.0 points between strong, the best control, and central."
-    assert text in said(ours=[42.0, 43.0], central=[45.0, 47.0], **others)  # 2 of 5 and 1 of 5 points, of seed 0 and 1
-    assert "There is no room to close: central is not above strong" in said(
-        ours=[42.0, 43.0], central=[42.0, 44.0], **others
+    assert text in said([45.0, 47.0], **others)  # 2 of 5 and 1 of 5 points, of seed 0 and 1
+    assert "There is no room to close: central is not above strong" in said([42.0, 44.0], **others)
+    assert "Runs of central are missing" in said([], **others)
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"), [(["small_vit", "small_convnet"], (2 * 50.0 + 80.0) / 3), (["small_vit"], 80.0)]
+)
+def test_the_ceiling_is_the_mean_over_clients_of_the_row_with_their_architecture(tiny, tmp_path, trained, expected):
+    reached = {"small_convnet": 50.0, "small_vit": 80.0}
+    rows = [{"label": label, "recipe": "local_only"} for label in ("ours", *trained)]
+    table = Table.model_validate(
+        {"name": "small", "seeds": [0], "method": "ours", "ceiling": trained, "metrics": ["knn"], "rows": rows}
     )
-    assert "Runs of central are missing" in said(ours=[42.0, 43.0], **others)
+    both = tiny(architectures=list(reached))
+    write_run(cell_path(tmp_path, "ours", 0), both, evaluated(both.rounds, "knn", [1.0, 2.0, 3.0]))
+    for name in trained:
+        recipe = tiny(architectures=[name])
+        write_run(cell_path(tmp_path, name, 0), recipe, evaluated(recipe.rounds, "knn", [reached[name]]))
+    assert read_results(table, tmp_path).ceiling["knn"][0] == pytest.approx(expected)
+    write_run(cell_path(tmp_path / "2", "ours", 0), tiny(architectures=["small_resnet10"]), [(2, "0", "knn", 1.0)])
+    assert read_results(table, tmp_path / "2").ceiling == {}
