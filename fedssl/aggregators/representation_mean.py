@@ -25,6 +25,8 @@ WHITENING = "alignment.whitening"
 RELATIVE_RANK_TOLERANCE = 1e-6
 # Columns of a factor whose diagonal is below this fraction of the largest are no more than rounding errors.
 RELATIVE_FACTOR_TOLERANCE = 1e-7
+# The median distance of so many images, 2 million pairs, is near to that of all.
+MOST_ROWS_OF_MEDIAN = 2000
 
 
 def whitening_matrix(representation: Tensor) -> Tensor:
@@ -38,6 +40,14 @@ def whitening_matrix(representation: Tensor) -> Tensor:
     keep = values > RELATIVE_RANK_TOLERANCE * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
     scale = torch.where(keep, values.clamp_min(torch.finfo(torch.float64).tiny).pow(-0.25), 0.0)
     return ((vectors * scale) @ vectors.T).to(representation.dtype)
+
+
+def gaussian_kernel(representation: Tensor, bandwidth: float) -> Tensor:
+    """Return exp(-|a_i - a_j|^2 / (2 s^2)), [L, L] from A [L, d]; s is `bandwidth` times the median of |a_i - a_j|."""
+    deviation = bandwidth * torch.pdist(representation[:MOST_ROWS_OF_MEDIAN]).median()
+    a = representation / deviation.clamp_min(1e-30)
+    products, squares = a @ a.T, a.square().sum(dim=1)
+    return (products - (squares + squares[:, None]) / 2).clamp_max(0).exp()
 
 
 def join_factors(factors: list[Tensor], weights: list[float]) -> Tensor:
@@ -86,8 +96,10 @@ class RepresentationMean(Aggregator):
     is the kernel of the encoder in `oracle`, which never changes either: where that was trained on all clients' images
     in one place, it says how much any peers could give (docs/methods/hetero_ssfl.md). With kernel `frobenius` each K_j
     is divided by its norm, so that a client with large representations does not dominate the others; `half_whitened` is
-    (A_j A_j')^(1/2), see `whitening_matrix`. Logs `public_effective_rank`, the effective rank of A_j, to be read beside
-    `cka`.
+    (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is exp(-|a_i - a_j|^2 / (2 s^2)) with s = `bandwidth` times the
+    median distance (the RBF kernel of Kornblith et al. 2019, section 3), which is sent as an L x L matrix; the term
+    takes the median of its batch. Logs
+    `public_effective_rank`, the effective rank of A_j, to be read beside `cka`.
     """
 
     opening_round: ClassVar[bool] = True
@@ -105,8 +117,11 @@ class RepresentationMean(Aggregator):
     centered: bool = Field(
         False, description="whether columns are centred (Kornblith et al. 2019), unlike in the paper's Eq. 1"
     )
-    kernel: Literal["linear", "frobenius", "half_whitened"] = Field(
+    kernel: Literal["linear", "frobenius", "half_whitened", "gaussian"] = Field(
         "linear", description="how a kernel is made of representations; the paper has linear"
+    )
+    bandwidth: float = Field(
+        1.0, gt=0, description="standard deviation of kernel gaussian, as a multiple of the median distance"
     )
     weights: list[float] | None = Field(
         None, description="the clients' weights w_j in K-bar (default: uniform, as in section 5.1)"
@@ -127,6 +142,8 @@ class RepresentationMean(Aggregator):
                 f"representation_mean has target {self.target} and oracle {self.oracle}: target oracle, and no other, "
                 "needs the folder of an exported encoder as oracle"
             )
+        if self.kernel == "gaussian" and self.send == "factor":
+            raise UserError("representation_mean.send is factor, but kernel gaussian has none: leave send out")
         if self.weights is None:
             return
         if len(self.weights) != clients:
@@ -148,13 +165,24 @@ class RepresentationMean(Aggregator):
 
     def _message(self, factors: list[Tensor], weights: list[float]) -> Message:
         tensors = {}
-        if any(weights):  # otherwise there is no usable answer to align to yet
+        config: dict[str, str | int | float | bool] = {
+            "alignment.layer": self.layer,
+            "alignment.centered": self.centered,
+        }
+        if self.kernel == "gaussian":
+            config["alignment.bandwidth"] = self.bandwidth
+        if not any(weights):  # there is no usable answer to align to yet
+            pass
+        elif self.kernel == "gaussian":
+            kernels = [w * gaussian_kernel(a, self.bandwidth) for a, w in zip(factors, weights, strict=True)]
+            tensors[KERNEL] = sum(kernels[1:], kernels[0])
+        else:
             factor = join_factors(factors, weights)
             if self.send == "factor" or (self.send == "auto" and factor.shape[1] < factor.shape[0]):
                 tensors[FACTOR] = factor if self.target == "self" else canonical_factor(factor)
             else:
                 tensors[KERNEL] = factor @ factor.T
-        return Message(tensors, config={"alignment.layer": self.layer, "alignment.centered": self.centered})
+        return Message(tensors, config=config)
 
     @torch.no_grad()
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:

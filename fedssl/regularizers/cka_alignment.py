@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -10,13 +10,20 @@ from torch import Tensor
 
 from fedkernels import linear_cka, linear_cka_to_kernel
 
-from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING
+from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING, gaussian_kernel
 from ..client import LocalRound
 from ..data.batches import endless_batches
 from ..data.pixels import normalize
 from ..models.model import running_statistics, untouched_running_statistics
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
+
+
+def kernel_cka(first: Tensor, second: Tensor, centered: bool) -> Tensor:
+    """Return <K, L> / (|K| |L|) of two kernels [n, n], of which `centered` subtracts the rows' and columns' means."""
+    if centered:
+        first, second = (k - k.mean(dim=0) - k.mean(dim=1, keepdim=True) + k.mean() for k in (first, second))
+    return (first * second).sum() / (first.norm() * second.norm())
 
 
 class CKAAlignment(Regularizer):
@@ -56,6 +63,7 @@ class CKAAlignment(Regularizer):
         model, public = client.model, client.public_images
         layer = received.config["alignment.layer"]
         centered = bool(received.config["alignment.centered"])
+        bandwidth: Any = received.config.get("alignment.bandwidth")  # of a Gaussian kernel
         factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
         whitening = client.memory.tensors.get(WHITENING)
         if whitening is not None:
@@ -76,7 +84,11 @@ class CKAAlignment(Regularizer):
                 cka = linear_cka(x, factor[rows].to(x, non_blocking=True), centered=centered)
             else:
                 assert kernel is not None
-                cka = linear_cka_to_kernel(x, kernel[rows][:, rows].to(x, non_blocking=True), centered=centered)
+                target = kernel[rows][:, rows].to(x, non_blocking=True)
+                if bandwidth is not None:
+                    cka = kernel_cka(gaussian_kernel(x, bandwidth), target, centered)
+                else:
+                    cka = linear_cka_to_kernel(x, target, centered=centered)
             local.log("cka", cka.detach())
             return self.weight * (1.0 - cka)
 

@@ -160,16 +160,26 @@ def test_factor_and_kernel_give_the_same_term_and_gradient(kernel, layer, center
         torch.testing.assert_close(one / scale, other / scale, atol=1e-4, rtol=1e-3)
 
 
+def gaussian_by_hand(representation: torch.Tensor) -> torch.Tensor:
+    distances = torch.cdist(*2 * [representation.double()])
+    median = distances[torch.ones_like(distances).triu(1) == 1].median()
+    return torch.exp(-(distances**2) / (2 * (0.5 * median) ** 2))
+
+
+@pytest.mark.parametrize("kernel", ["linear", "gaussian"])
 @pytest.mark.parametrize("centered", [False, True])
-def test_the_term_is_mu_times_one_minus_eq_1(centered, tiny):
+def test_the_term_is_mu_times_one_minus_eq_1(kernel, centered, tiny):
     """All 30 public images in one batch, a network in evaluation mode: the term by hand from the definition."""
-    local, server = opened(tiny, layer="encoder", centered=centered)
+    local, server = opened(tiny, layer="encoder", kernel=kernel, centered=centered, bandwidth=0.5)
     client = local.client
     term = CKAAlignment(weight=0.7, batch_size=30).start_round(local)(NO_STEP)
     own = client.model.represent(normalize(client.public_images), "encoder").double().detach()
     if centered:
         own = own - own.mean(dim=0)
-    a, b = own @ own.T, sum(t.double() @ t.double().T for t in server.tensors.values()) / 3
+    by_hand = gaussian_by_hand if kernel == "gaussian" else lambda t: t.double() @ t.double().T
+    a, b = by_hand(own), sum(map(by_hand, server.tensors.values())) / 3
+    if centered:  # for the linear kernel this was done before
+        a, b = (k - k.mean(0) - k.mean(1)[:, None] + k.mean() for k in (a, b))
     cka = float((a * b).sum() / (a.norm() * b.norm()))
     assert float(term.detach()) == pytest.approx(0.7 * (1 - cka), abs=1e-5)
     assert local.logged()["cka"] == pytest.approx(cka, abs=1e-5)
