@@ -60,6 +60,8 @@ def found_by(file: str, changed: str, asked: list[list[str]], limit: float, comp
             raise SystemExit(f"{file} does not compile:\n{error}")
         for tests in asked:
             done = run("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *tests, limit=limit)
+            if "ImportError while loading conftest" in done.stderr:
+                return "conftest.py, which cannot be imported any more"
             if done.returncode == 4:
                 raise SystemExit(f"pytest could not run {' '.join(tests)}:\n{done.stderr}")
             if done.returncode not in (0, 5):  # 5: all are left out
