@@ -151,7 +151,10 @@ def test_l_dawa_scales_each_tensor_by_its_cosine_and_averages_statistics_by_samp
 
 
 def test_the_base_model_is_sent_once_and_kept():
-    """Encoders of one number: client 2, base 5. Images 1 and 3: ((2 - 5) 1)^2 = 9 and 81, mean 45, weight 0.1."""
+    """Encoders of one number: client 2, base 5. Images 1 and 3: ((2 - 5) 1)^2 = 9 and 81, mean 45.
+
+    The second view is twice the first and has the mean 180. The weight is 0.1.
+    """
     part = BaseModel(name="base_model")
     server = Message({f"{BASE}0.weight": torch.tensor([[5.0]])})
     down = part.broadcast(server, [0, 1], [])
@@ -165,9 +168,9 @@ def test_the_base_model_is_sent_once_and_kept():
         model = scalar_model(2.0)
         local = local_round(model, received, memory=memory)
         term = BaseAlignment(name="base_alignment", weight=0.1).start_round(local)
-        images = torch.tensor([[1.0], [3.0]])
-        step = Step(torch.tensor(0.0), (model.encoder(images),), views=(images,))
-        assert float(term(step).detach()) == pytest.approx(4.5)
+        views = (torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [6.0]]))
+        step = Step(torch.tensor(0.0), tuple(map(model.encoder, views)), views=views)
+        assert float(term(step).detach()) == pytest.approx(11.25)
         assert value(model, "encoder") == 2.0
 
 
