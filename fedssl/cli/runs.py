@@ -19,7 +19,7 @@ def run(
     output: Annotated[Path | None, Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
     resume: Annotated[
         Path | None,
-        Option(help="Continue the run in this folder; of its keys, only clients_parallel=N may be given anew."),
+        Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/questions.md)."),
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the run in the folder if there is one.")] = False,
     observer: Annotated[
@@ -30,7 +30,7 @@ def run(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
+    """Run a recipe, or continue a run (fedssl run --resume RUN), also with more rounds (rounds=N)."""
     from ..engines import engine_of
     from ..engines.observers import Observers, load_observer
     from ..engines.progress import ProgressBars
@@ -42,7 +42,7 @@ def run(
     if resume is not None:
         if output or overwrite:
             raise UserError("--resume takes neither --output nor --overwrite: the run continues in its own folder")
-        path, at_a_time = resume, _clients_parallel([*([recipe] if recipe else []), *(overrides or ())])
+        path, changes = resume, [*([recipe] if recipe else []), *(overrides or ())]
         loaded = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     else:
         if recipe is None:
@@ -54,7 +54,7 @@ def run(
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, at_a_time)
+                directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, changes)
             else:
                 directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite)
     except KeyboardInterrupt:
@@ -65,21 +65,6 @@ def run(
         raise Exit(130) from None
     _print_final_evaluation(directory.read_metrics())
     print_text(f"The run is in {path}; write its report with: fedssl report {quoted(path)}")
-
-
-def _clients_parallel(arguments: list[str]) -> int | None:
-    """Return the N of `fedssl run --resume RUN clients_parallel=N`; no other key may change during a run."""
-    value = ""
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key != "clients_parallel":
-            raise UserError(
-                f"--resume takes only the run's folder and clients_parallel=N, got {argument!r}: the recipe is stored "
-                "in the folder, and the run continues as it began"
-            )
-        if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"clients_parallel must be a whole number of at least 1, got {value!r}")
-    return int(value) if arguments else None
 
 
 def run_table(
