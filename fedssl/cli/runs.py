@@ -21,6 +21,10 @@ def run(
         Path | None,
         Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/questions.md)."),
     ] = None,
+    replay: Annotated[
+        Path | None,
+        Option(metavar="RUN", help="Run the step again at which this run stopped because its loss was not finite."),
+    ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the run in the folder if there is one.")] = False,
     observer: Annotated[
         list[Path] | None,
@@ -38,6 +42,13 @@ def run(
     from ..run_folder.creation import default_folder
     from ..run_folder.directory import RunDirectory
 
+    if replay is not None:
+        from ..engines.replay import replay as replay_step
+
+        if recipe or output or resume or overwrite or observer:
+            raise UserError("--replay RUN takes no other argument or option but --trust")
+        print_text("\n".join(replay_step(replay, trust)))
+        return
     observers = [load_observer(file) for file in observer or ()]
     if resume is not None:
         if output or overwrite:
