@@ -56,15 +56,15 @@ def changed_recipe(file: Path, stored: Recipe, overrides: Sequence[str], done: i
         if equals and not any(key == option or key.startswith(f"{option}.") for option in CHANGEABLE):
             reason = _REASONS.get(key.partition(".")[0], f"the run was trained with it so far ({rounds_done(done)})")
             raise UserError(
-                f"{key} cannot change when a run goes on: {reason}. Start a new run for it; only {', '.join(CHANGEABLE)}"
-                " can change"
+                f"{key} cannot change when a run goes on: {reason}. Start a new run for it; only "
+                f"{', '.join(CHANGEABLE)} can change"
             )
         apply_override(values, override)
     recipe = parse_recipe(values, str(file))
     if recipe.rounds < stored.rounds:
         raise UserError(
-            f"rounds={recipe.rounds} is fewer than before: {rounds_done(done)} of the {stored.rounds} rounds of {file}, "
-            f"and a run that goes on can only get more: give more than {stored.rounds}, or leave rounds out"
+            f"rounds={recipe.rounds} is fewer than before: {rounds_done(done)} of {stored.rounds}, and a run that goes "
+            f"on can only get more: give more than {stored.rounds}, or leave rounds out"
         )
     if recipe.rounds > stored.rounds and isinstance(stored.schedule, LayerWise):
         raise UserError(
