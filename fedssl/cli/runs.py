@@ -20,7 +20,7 @@ def run(
     output: Annotated[Path | None, Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
     resume: Annotated[
         Path | None,
-        Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/questions.md)."),
+        Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/methods.md)."),
     ] = None,
     replay: Annotated[
         Path | None,

@@ -179,6 +179,25 @@ def test_a_diverged_client_is_named_with_its_first_such_step(epochs, step, fails
         train_locally(local, method.training, [regularizer], rounds=1)
 
 
+def test_the_gradient_norm_is_that_of_the_last_step(tiny, monkeypatch):
+    federation = build_federation(tiny(training={"local_epochs": 2, "batch_size": 8}))
+    client, norms = federation.client(0, Message()), []
+    real = torch.optim.SGD.step
+
+    def step(optimizer, *arguments):
+        gradients = [p.grad.double() for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5)
+        return real(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    method = federation.method
+    for most_steps in (None, 2):
+        local = LocalRound(client, Message(), 1, 0, method.objective, method.augmentation)
+        train_locally(local, method.training, [], rounds=1, most_steps=most_steps)
+        assert local.logged()["gradient_norm"] == pytest.approx(norms[-1], rel=1e-5)
+    assert len(norms) == len(set(norms)) == 2 * (len(client.images) // 8) + 2
+
+
 @pytest.mark.parametrize(("name", "architecture"), [("fedx", "small_vit"), ("byol", "small_convnet")])
 def test_views_pass_through_a_network_in_one_call_if_asked(name, architecture, tiny):
     """Without BatchNorm, as in FedX's networks with a transformer, nothing else changes."""

@@ -1,5 +1,8 @@
 """Features of images: those that the run's own model gives, in the images' order and under their names."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +58,38 @@ def test_every_array_of_an_npz_file_is_embedded(exported, embedded, tmp_path):
     assert files[:4] == ["x_train/0", "x_train/1", "x_train/2", "x_test/0"]
     expected = features_of_run(run, federation, torch.cat([train, test]))
     torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
+
+
+def test_several_folders_and_files_keep_names_that_tell_them_apart(exported, embedded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pixels = exported[2].dataset.test_images[:4, 0].numpy()
+    for folder, image in zip(("one", "two"), pixels, strict=False):
+        save_array(tmp_path / folder / "0.png", image)
+    np.savez("two.npz", x=pixels[2:])
+    features, files, _ = embedded([Path("one"), Path("two"), Path("two.npz")])
+    assert files == ["one/0.png", "two/0.png", "two.npz/x/0", "two.npz/x/1"]
+    expected = features_of_run(exported[1], exported[2], torch.from_numpy(pixels)[:, None])
+    torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="given twice"):
+        embedded([Path("one"), tmp_path / "one"])
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_of_features_holds_what_the_arrays_hold(suffix, exported, embedded, tmp_path):
+    save_array(tmp_path / "images" / "one, two.png", exported[2].dataset.test_images[0, 0].numpy())
+    features, files, _ = embedded(tmp_path / "images")
+    output = tmp_path / f"table.{suffix}"
+    if suffix == "parquet" and find_spec("pyarrow") is None:
+        with pytest.raises(UserError, match="pip install pyarrow"):
+            embed_images(exported[0], tmp_path / "images", output)
+        assert not output.exists()
+        return
+    embed_images(exported[0], tmp_path / "images", output)
+    pandas = pytest.importorskip("pandas")
+    table = getattr(pandas, f"read_{suffix}")(output)
+    assert list(table) == ["file", *(f"feature_{i}" for i in range(features.shape[1]))]
+    assert table["file"].tolist() == files
+    assert (table.iloc[:, 1:].to_numpy(np.float32) == features.numpy()).all()
 
 
 def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, embedded, tmp_path):
