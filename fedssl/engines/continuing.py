@@ -9,6 +9,7 @@ from pathlib import Path
 from fedkernels import __version__
 
 from ..data.digests import DATA_DIGESTS, digests_text, read_digests
+from ..data.files import notify
 from ..errors import UserError
 from ..federation import Federation, require_same_data
 from ..recipe.changes import Change, changed_recipe, consequences
@@ -63,7 +64,7 @@ def continue_run(
                 files[DATA_DIGESTS] = digests_text((read_digests(path) or {}) | digests)
             directory.replace_files(files)
             for sentence in consequences(stored, recipe, done):
-                observer.warn(sentence)
+                notify(sentence)
         directory.roll_back()
         return run_rest(federation, directory, observer)
 

@@ -88,9 +88,13 @@ def _text(value: object) -> str:
 
 
 def consequences(before: Recipe, after: Recipe, done: int) -> list[str]:
-    """Return a sentence on each part of a recipe that depends on the number of rounds, where that number changes."""
+    """Return a sentence on what depends on the number of rounds where it changes, and one if sums round differently."""
+    rounding = [
+        "Another device or training.processes rounds differently, so no result is equal bit for bit from here on."
+    ]
+    rounding *= (before.device, before.training.processes) != (after.device, after.training.processes)
     if before.rounds == after.rounds:
-        return []
+        return rounding
     sentences = []
     options = after.training
     if options.learning_rate_schedule == "cosine" and after.schedule.trains:
@@ -116,4 +120,4 @@ def consequences(before: Recipe, after: Recipe, done: int) -> list[str]:
             f"With differential privacy {privacy.name} each further round spends more of the clients' privacy, which "
             "epsilon in metrics.csv counts over all rounds."
         )
-    return sentences
+    return sentences + rounding

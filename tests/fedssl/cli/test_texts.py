@@ -7,8 +7,10 @@ import functools
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Union
 
@@ -27,6 +29,10 @@ from fedssl.recipe.overrides import flatten_keys, read_text, read_values, shippe
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.untrusted import PART_KEYS
+from tests.fedssl.conftest import ALIGNED
+from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.data.image_samples import save_array
+from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.recipe.own_part import OWN_PART
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
 
@@ -81,7 +87,7 @@ def test_a_list_has_one_line_for_each_under_its_paper(fedssl, kind):
 def test_show_tells_value_origin_and_meaning_of_every_key(fedssl):
     code, out, _ = fedssl("show", "hetero_ssfl", "rounds=2", "training.learning_rate=1e-3", "architectures.0=resnet18")
     assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
+    assert max(map(len, out.splitlines()[:-1])) <= 80  # the last line is to be pasted
     text = " ".join(out.split())
     assert "rounds = 2 (override) rounds of the whole run [integer >= 1]" in text
     assert "training.learning_rate = 0.001 (override)" in text
@@ -124,6 +130,53 @@ def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path):
     assert code == 0
     assert f"regularizers.0.name = {tmp_path / 'own.py'} (override) Adds nothing. [" in text
     assert "regularizers.0.strength = 2.0 (override) how much of nothing [number >= 0]" in text
+
+
+# The next command
+
+NEXT = {
+    ("recipes",): "show fedbyol",
+    ("tables",): "run-table fedu2_cifar10_small --dry-run",
+    ("presets",): "show fedbyol preset=",
+    (
+        "show",
+        "fedbyol",
+        "data.name=images",
+        "data.path=my scans",
+    ): "partition fedbyol data.name=images 'data.path=my scans'",
+    ("partition", "fedbyol", "seed=1"): "run fedbyol seed=1",
+}
+
+
+def following(out: str) -> str:
+    """The command that a command's last line names."""
+    return out.splitlines()[-1].removeprefix("Next: fedssl ")
+
+
+@pytest.mark.parametrize("words", NEXT)
+def test_a_command_ends_with_the_next_one_with_the_same_settings(words, fedssl):
+    assert following(fedssl(*words)[1]).startswith(NEXT[words])
+
+
+def test_from_a_run_to_features_each_command_can_be_pasted(fedssl, finished, tiny, tmp_path, monkeypatch):
+    shutil.copytree(finished(tiny(**ALIGNED | SMALL)), tmp_path / "a run")
+    save_array(tmp_path / "my_images" / "0.png", random_pixels(8, 8))
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda uri: opened.append(uri) or True)
+    words, typed = ["report", "a run", "--no-images", "--no-collapse", "--open"], []
+    while len(typed) < 3:
+        code, out, err = fedssl(*words)
+        assert code == 0, err
+        typed.append(words)
+        if words[0] == "export":
+            code_lines = "\n".join(re.findall(r"^    (.*)$", out, re.MULTILINE))
+            assert len(code_lines.splitlines()) == 4
+            loaded = subprocess.run([sys.executable, "-c", code_lines], capture_output=True, text=True)
+            assert loaded.stdout.startswith("torch.Size([1, "), loaded.stderr
+        words = shlex.split(following(out))
+    assert typed[1] == ["export", "a run", "encoder", "--client", "0"]
+    assert typed[2] == ["embed", "encoder", "my_images", "--output", "features.npz"]
+    assert opened == [(tmp_path / "a run" / "report.html").as_uri()]
 
 
 # What a message advises to type is what the command line takes

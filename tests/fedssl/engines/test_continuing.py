@@ -59,9 +59,10 @@ def test_two_rounds_that_go_on_to_four_and_are_killed_equal_four(kind, finished,
     assert read_run(path).recipe == read_run(whole).recipe
 
 
-def test_a_longer_run_in_python_and_its_history(two_rounds):
+def test_a_longer_run_in_python_and_its_history(two_rounds, caplog):
     run = fedssl.resume(two_rounds, ["rounds=3", "evaluation.every=1"], clients_parallel=2)
     assert (run.last_round, run.finished, run.recipe["evaluation"]["every"]) == (3, True, 1)
+    assert "equals a run of 3 rounds from the start" in caplog.text
     changes = [(c["round"], c["version"], c["option"], c["before"], c["after"]) for c in run.history]
     version = fedkernels.__version__
     expected = {("rounds", "2", "3"), ("evaluation.every", "0", "1"), ("clients_parallel", "1", "2")}
@@ -171,13 +172,15 @@ SENTENCES = {
     "cosine stopped": (COSINE, 3, 1, [r"round 2 has 0\.3 \(over 2 rounds it would be 0\.2 there"]),
     "privacy": (PRIVATE, 4, 1, ["equals", "fixed_clipping each further round spends more"]),
     "as many": (COSINE, 2, 1, []),
+    "another device": ({"device": "auto"}, 2, 1, ["rounds differently"]),
 }
 
 
 @pytest.mark.parametrize("case", SENTENCES)
 def test_what_more_rounds_mean_is_said(case):
     changes, rounds, done, expected = SENTENCES[case]
-    before, after = (parse_recipe(tiny_values(**changes, rounds=number)) for number in (2, rounds))
+    before = parse_recipe(tiny_values(**changes | {"device": "cpu"}))
+    after = parse_recipe(tiny_values(**changes, rounds=rounds))
     said = consequences(before, after, done)
     assert len(said) == len(expected)
     for sentence, part in zip(said, expected, strict=True):
