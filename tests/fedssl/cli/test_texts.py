@@ -134,49 +134,25 @@ def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path):
 
 # The next command
 
-NEXT = {
-    ("recipes",): "show fedbyol",
-    ("tables",): "run-table fedu2_cifar10_small --dry-run",
-    ("presets",): "show fedbyol preset=",
-    (
-        "show",
-        "fedbyol",
-        "data.name=images",
-        "data.path=my scans",
-    ): "partition fedbyol data.name=images 'data.path=my scans'",
-    ("partition", "fedbyol", "seed=1"): "run fedbyol seed=1",
-}
 
+def test_each_command_names_the_next_which_can_be_pasted(fedssl, finished, tiny, tmp_path, monkeypatch):
+    def following(*words: str) -> list[str]:
+        return shlex.split(fedssl(*words)[1].splitlines()[-1].removeprefix("Next: fedssl"))
 
-def following(out: str) -> str:
-    """The command that a command's last line names."""
-    return out.splitlines()[-1].removeprefix("Next: fedssl ")
-
-
-@pytest.mark.parametrize("words", NEXT)
-def test_a_command_ends_with_the_next_one_with_the_same_settings(words, fedssl):
-    assert following(fedssl(*words)[1]).startswith(NEXT[words])
-
-
-def test_from_a_run_to_features_each_command_can_be_pasted(fedssl, finished, tiny, tmp_path, monkeypatch):
+    for listing in ("recipes", "presets"):
+        assert following(*following(listing))[:2] == ["partition", "fedbyol"]
+    assert following(*following("show", "fedbyol", "name=my own")) == ["run", "fedbyol", "name=my own"]
     shutil.copytree(finished(tiny(**ALIGNED | SMALL)), tmp_path / "a run")
     save_array(tmp_path / "my_images" / "0.png", random_pixels(8, 8))
-    opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda uri: opened.append(uri) or True)
-    words, typed = ["report", "a run", "--no-images", "--no-collapse", "--open"], []
-    while len(typed) < 3:
-        code, out, err = fedssl(*words)
-        assert code == 0, err
-        typed.append(words)
-        if words[0] == "export":
-            code_lines = "\n".join(re.findall(r"^    (.*)$", out, re.MULTILINE))
-            assert len(code_lines.splitlines()) == 4
-            loaded = subprocess.run([sys.executable, "-c", code_lines], capture_output=True, text=True)
-            assert loaded.stdout.startswith("torch.Size([1, "), loaded.stderr
-        words = shlex.split(following(out))
-    assert typed[1] == ["export", "a run", "encoder", "--client", "0"]
-    assert typed[2] == ["embed", "encoder", "my_images", "--output", "features.npz"]
-    assert opened == [(tmp_path / "a run" / "report.html").as_uri()]
+    monkeypatch.setattr(webbrowser, "open", lambda uri: uri == (tmp_path / "a run" / "report.html").as_uri())
+    words = following("report", "a run", "--no-images", "--no-collapse", "--open")
+    assert words == ["export", "a run", "encoder", "--client", "0"]
+    lines = re.findall(r"^    (.*)$", fedssl(*words)[1], re.MULTILINE)
+    assert len(lines) == 4
+    loaded = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert loaded.stdout.startswith("torch.Size([1, "), loaded.stderr
+    shutil.rmtree(tmp_path / "encoder")
+    assert following(*words) == ["embed", "encoder", "my_images", "--output", "features.npz"]
 
 
 # What a message advises to type is what the command line takes
