@@ -71,17 +71,11 @@ def test_the_layer_is_told_where_it_began(gradient, told, noisy, tmp_path):
 
 
 STEP = '{"client": 1, "round": 9, "step": 1, "loss": "nan", "rows": []}'
-PROBLEMS = {
-    STEP: "has gone on",
-    STEP[:-1]: "cannot be read",
-    STEP.replace("9", "0"): "cannot be read",
-    "": "no step to",
-}
 
 
-@pytest.mark.parametrize("text", PROBLEMS)
+@pytest.mark.parametrize("text", [STEP, STEP[:-1], STEP.replace("9", "0"), None])
 def test_there_must_be_a_step_from_which_the_run_has_not_gone_on(text, finished, tiny, tmp_path):
     path = shutil.copytree(finished(tiny(**SMALL)), tmp_path / "run")
-    (path / ("failed_step.json" if text else "none")).write_text(text)
-    with pytest.raises(UserError, match=PROBLEMS[text]):
+    (path / ("failed_step.json" if text else "none")).write_text(text or "")
+    with pytest.raises(UserError, match="has gone on" if text == STEP else "cannot be read" if text else "no step to"):
         replay(path)
