@@ -110,7 +110,7 @@ def run_table(
         from ..tables.dry_run import dry_run
 
         dry_run(loaded, overrides or (), note=print_text)
-        print_next("run-table", table, *(overrides or ()), *(["--output", output] if output else []))
+        print_next("run-table", table, *(overrides or ()), *(["--output", str(output)] if output else []))
         return
     if loaded.kind == "resources":
         from ..tables.resources import run_resource_table
