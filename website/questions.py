@@ -37,6 +37,8 @@ QUESTIONS = (
     Question("How long will my run take?", "how long", "speed.md"),
     Question("How much memory does a client need?", "how much memory", "methods.md"),
     Question("Can I resume a run after a crash?", "resume after crash", "command_line.md"),
+    Question("Can I give a finished run more rounds?", "more rounds", "methods.md"),
+    Question("My loss became NaN. Why?", "loss nan", "methods.md"),
     Question("How do I use the encoder afterwards?", "use the encoder", "own_images.md"),
     Question("How do I compare two methods fairly?", "compare two methods", "methods.md"),
     Question("Can I use one operator alone?", "one operator alone", "operators.md"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
@@ -21,6 +23,11 @@ Overrides = Annotated[
 Trust = Annotated[
     bool, Option("--trust", help="Run the code of part files and modules that the run's recipe names; read it first.")
 ]
+
+
+def print_next(*words: str | Path) -> None:
+    """Print the `fedssl` command that comes next, so that it can be pasted."""
+    print_text(f"Next: {shlex.join(['fedssl', *map(str, words)])}")
 
 
 def print_text(text: str) -> None:

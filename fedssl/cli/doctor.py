@@ -12,7 +12,7 @@ from rich.table import Table as TextTable
 from typer import Exit, Option
 
 from ..errors import installed_distribution
-from .console import console, print_text
+from .console import console, print_next, print_text
 
 REQUIRED = ("torch", "torchvision", "timm", "numpy", "pydantic", "scikit-learn", "safetensors", "matplotlib")
 OPTIONAL = ("onnx", "onnxruntime", "flwr", "ray")
@@ -40,6 +40,7 @@ def doctor(
     for fact in diagnose():
         table.add_row(*fact)
     console.print(table)
+    print_next("recipes")
 
 
 def _check_site(folder: Path) -> None:

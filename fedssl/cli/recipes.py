@@ -11,17 +11,19 @@ from rich.text import Text
 from typer import Option
 
 from ..errors import UserError
-from .console import Overrides, RecipeName, console, print_text
+from .console import Overrides, RecipeName, console, print_next, print_text
 
 
 def recipes() -> None:
     """List the shipped recipes by paper; `fedssl show RECIPE` tells more of one."""
     _print_shipped("recipe")
+    print_next("show", "fedbyol")
 
 
 def tables() -> None:
     """List the shipped tables of runs by paper."""
     _print_shipped("table")
+    print_next("run-table", "fedu2_cifar10_small", "--dry-run")
 
 
 def presets() -> None:
@@ -38,6 +40,7 @@ def presets() -> None:
         console.print(Text(name, style="bold"))
         _print_wrapped(f"    For {preset.description}." if ":" not in name else f"    {preset.description}.", "")
         _print_wrapped(f"    {' '.join(preset.source.split())}", "dim")
+    print_next("show", "fedbyol", f"preset={preset_names()[0]}")
 
 
 def show(
@@ -70,6 +73,7 @@ def show(
         style = "bold" if setting.origin == "override" else ""
         _print_wrapped(f"{key} = {flow[1:-1]}  ({setting.origin})", style)
         _print_wrapped(f"    {setting.description} [{setting.allowed}]", "dim")
+    print_next("partition", recipe, *(overrides or ()))
 
 
 def _print_wrapped(text: str, style: str) -> None:
@@ -120,6 +124,7 @@ def partition(
 
         write_figure(chart, draw_partition(counts, dataset.counted_as))
         print_text(f"The chart is in {chart}")
+    print_next("run", recipe, *(overrides or ()))
 
 
 def cost(
@@ -152,6 +157,7 @@ def cost(
     if rounds is not None:
         write_atomically(rounds, costs_as_csv(costs).encode())
         print_text(f"The figures of every round are in {rounds}")
+    print_next("run", recipe, *(overrides or ()))
 
 
 def privacy(recipe: RecipeName, overrides: Overrides = None) -> None:
@@ -188,3 +194,5 @@ def privacy(recipe: RecipeName, overrides: Overrides = None) -> None:
         allowed, needed = rounds_within(options, budget, loaded.rounds), max(rounds.values())
         enough = "enough" if allowed >= needed else f"too little: a client is asked in {needed} rounds"
         print_text(f"flower.epsilon_budget {budget:g} allows {allowed} rounds of a client, which is {enough}.")
+    # engine flower is started from its app's folder
+    print_next(*(["app", recipe, "app"] if loaded.engine == "flower" else ["run", recipe]), *(overrides or ()))

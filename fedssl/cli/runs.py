@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,7 +11,7 @@ from typer import Argument, Exit, Option
 
 from ..errors import UserError
 from ..untrusted import quoted
-from .console import OptionalRecipeName, Overrides, Trust, console, print_text
+from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text
 
 
 def run(
@@ -19,7 +20,11 @@ def run(
     output: Annotated[Path | None, Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
     resume: Annotated[
         Path | None,
-        Option(help="Continue the run in this folder; of its keys, only clients_parallel=N may be given anew."),
+        Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/methods.md)."),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        Option(metavar="RUN", help="Run the step again at which this run stopped because its loss was not finite."),
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the run in the folder if there is one.")] = False,
     observer: Annotated[
@@ -30,7 +35,7 @@ def run(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Run a recipe, or continue an interrupted run (fedssl run --resume RUN)."""
+    """Run a recipe, or continue a run (fedssl run --resume RUN), also with more rounds (rounds=N)."""
     from ..engines import engine_of
     from ..engines.observers import Observers, load_observer
     from ..engines.progress import ProgressBars
@@ -38,11 +43,21 @@ def run(
     from ..run_folder.creation import default_folder
     from ..run_folder.directory import RunDirectory
 
+    if replay is not None:
+        from ..engines.replay import replay as replay_step
+        from ..recipe.reading import load_recipe
+
+        if recipe or output or resume or overwrite or observer:
+            raise UserError("--replay RUN takes no other argument or option but --trust")
+        print_text("\n".join(replay_step(replay, trust)))
+        slower = f"training.learning_rate={load_recipe(replay / 'recipe.yaml').training.learning_rate / 10:g}"
+        print_next("run", replay / "recipe.yaml", slower, "--output", f"{replay}-slower")
+        return
     observers = [load_observer(file) for file in observer or ()]
     if resume is not None:
         if output or overwrite:
             raise UserError("--resume takes neither --output nor --overwrite: the run continues in its own folder")
-        path, at_a_time = resume, _clients_parallel([*([recipe] if recipe else []), *(overrides or ())])
+        path, changes = resume, [*([recipe] if recipe else []), *(overrides or ())]
         loaded = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     else:
         if recipe is None:
@@ -54,7 +69,7 @@ def run(
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, at_a_time)
+                directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, changes)
             else:
                 directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite)
     except KeyboardInterrupt:
@@ -64,22 +79,8 @@ def run(
             print_text("\nStopped before the run began; nothing was written.")
         raise Exit(130) from None
     _print_final_evaluation(directory.read_metrics())
-    print_text(f"The run is in {path}; write its report with: fedssl report {quoted(path)}")
-
-
-def _clients_parallel(arguments: list[str]) -> int | None:
-    """Return the N of `fedssl run --resume RUN clients_parallel=N`; no other key may change during a run."""
-    value = ""
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key != "clients_parallel":
-            raise UserError(
-                f"--resume takes only the run's folder and clients_parallel=N, got {argument!r}: the recipe is stored "
-                "in the folder, and the run continues as it began"
-            )
-        if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"clients_parallel must be a whole number of at least 1, got {value!r}")
-    return int(value) if arguments else None
+    print_text(f"The run is in {path}")
+    print_next("report", path)
 
 
 def run_table(
@@ -109,6 +110,7 @@ def run_table(
         from ..tables.dry_run import dry_run
 
         dry_run(loaded, overrides or (), note=print_text)
+        print_next("run-table", table, *(overrides or ()), *(["--output", str(output)] if output else []))
         return
     if loaded.kind == "resources":
         from ..tables.resources import run_resource_table
@@ -120,6 +122,7 @@ def run_table(
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise Exit(130) from None
+    print_next("report", *sorted(file.parent for file in path.rglob("recipe.yaml")))
 
 
 def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
@@ -177,6 +180,10 @@ def evaluate(
         path = evaluate_run(folder, fractions or [], note=print_text, fine_tune=options, data=other, trust=trust)
     print_text(path.read_text(encoding="utf-8").rstrip())
     print_text(f"The table is in {path}")
+    if is_encoder_folder(folder):
+        print_next("embed", folder, "my_images", "--output", "features.npz")
+    else:
+        _print_next_of_run(folder)
 
 
 def report(
@@ -190,12 +197,30 @@ def report(
     images: Annotated[
         bool, Option(help="Also show images of the data as the encoder sees them; the page then holds these images.")
     ] = True,
+    show: Annotated[bool, Option("--open", help="Also open the page in the browser.")] = False,
     trust: Trust = False,
 ) -> None:
     """Write an HTML page with curves, tables, the partition and pictures of the representations."""
     from ..reports.report import write_report
 
-    print_text(f"The report is in {write_report(runs, output, collapse=collapse, images=images, trust=trust)}")
+    page = write_report(runs, output, collapse=collapse, images=images, trust=trust)
+    print_text(f"The report is in {page}")
+    if show and not webbrowser.open(page.resolve().as_uri()):
+        print_text("No browser could be opened here; open the page yourself, if need be on another machine.")
+    _print_next_of_run(runs[0])
+
+
+def _print_next_of_run(path: Path) -> None:
+    """Print what to do with a run that was measured: export its encoder, or continue it."""
+    from ..evaluation.metrics import is_evaluated
+    from ..run_folder.record import read_run
+
+    recorded = read_run(path)
+    if not recorded.finished:
+        print_next("run", "--resume", path)
+        return
+    shared = any(who == "global" and is_evaluated(metric) for _, who, metric in recorded.values)
+    print_next("export", path, "encoder", *([] if shared else ["--client", "0"]))
 
 
 def export(
@@ -212,17 +237,41 @@ def export(
 ) -> None:
     """Export a run's encoder as a folder that timm, or a load.py with torch and timm alone, loads."""
     from ..export.compiled_formats import FILES
-    from ..export.encoder_folder import export_encoder
+    from ..export.encoder_folder import export_encoder, read_encoder
 
     wanted = {"onnx": onnx, "torchscript": torchscript, "torch-export": torch_export}
     path = export_encoder(run, output, client, shared, [name for name in FILES if wanted[name]], trust)
-    print_text(f"The encoder is in {path}; README.md there says how to load it. Try: python {quoted(path / 'load.py')}")
+    shape = ", ".join(map(str, read_encoder(path).image_shape))
+    print_text(f"The encoder is in {path}; README.md there says more. In Python, with torch and timm alone:")
+    print_text(
+        f"    import sys, torch\n    sys.path.insert(0, {str(path.resolve())!r})\n"
+        f"    from load import load_encoder, normalize\n"
+        f"    print(load_encoder()(normalize(torch.zeros(1, {shape}, dtype=torch.uint8))).shape)"
+    )
+    print_next("embed", path, _images_of(run), "--output", "features.npz")
+
+
+def _images_of(run: Path) -> str:
+    """Return the folder or file of a run's own images; a name to replace where the images ship with a library."""
+    from ..run_folder.record import read_run
+
+    data = read_run(run).recipe.get("data")
+    source = data.get("path") if isinstance(data, dict) and data.get("name") in ("images", "folder", "npz") else None
+    return str(source or "my_images")
 
 
 def embed(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder that `fedssl export` has written.")],
-    images: Annotated[Path, Argument(metavar="IMAGES", help="Folder of images, nested or flat, or an .npz file.")],
-    output: Annotated[Path, Option(help="File to write: the arrays `features` and `files`.")] = Path("features.npz"),
+    images: Annotated[
+        list[Path], Argument(metavar="IMAGES...", help="Folders of images, nested or flat, or .npz files.")
+    ],
+    output: Annotated[
+        Path,
+        Option(
+            help="File to write: .npz with the arrays `features` and `files`, or .csv or .parquet with the columns "
+            "file, feature_0, ..."
+        ),
+    ] = Path("features.npz"),
     batch_size: Annotated[int, Option(min=1, help="Images that are read and embedded at a time.")] = 256,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Option(help="Where to compute; auto is CUDA where there is a device.")
@@ -257,4 +306,6 @@ def embed(
         )
     if left_out:
         print_text(f"Left out: {left_out}")
-    print_text(f"The features are in {output}, as the arrays features and files")
+    table, arrays = f"pandas.read_{output.suffix[1:]}", "numpy.load"
+    reader = table if output.suffix in (".csv", ".parquet") else arrays
+    print_text(f"The features are in {output}; read them with {reader}({str(output)!r})")

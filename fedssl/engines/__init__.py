@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -40,27 +40,38 @@ def run(recipe: Recipe, path: str | Path, *, overwrite: bool = False, observers:
 
 
 def resume(
-    path: str | Path, *, trust: bool = False, clients_parallel: int | None = None, observers: Iterable[Observer] = ()
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    trust: bool = False,
+    clients_parallel: int | None = None,
+    observers: Iterable[Observer] = (),
 ) -> Run:
-    """Continue an interrupted run to its end and read it back; a finished run is only read.
+    """Continue a run to its end and read it back; a finished run goes on if `overrides` give it more rounds.
 
     On the same machine and thread count the result is bit-identical to that of a run that was never interrupted; on a
     GPU with `training.deterministic` alone.
 
     Args:
         path: the run's folder.
+        overrides: options to change from here on, such as `["rounds=100"]`: more rounds, and what the finished rounds
+            do not depend on (evaluation, device, processes, paths of the same data). The folder keeps them.
         trust: run the code of your own parts even if it has changed since the run began.
-        clients_parallel: how many clients train at a time from here on; by default as the recipe has it.
+        clients_parallel: short for the override `clients_parallel=N`.
         observers: as in `run`; `run_began` gives them the round from which the run continues.
 
     Raises:
-        UserError: the folder holds no run, a file that the run relies on was changed, or a part of the recipe was
-            defined in a notebook or script that is no longer running.
+        UserError: the folder holds no run, a file that the run relies on was changed, an option may not change, or a
+            part of the recipe was defined in a notebook or script that is no longer running.
+        TypeError: `overrides` is a single string.
     """
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides: expected a list such as [{overrides!r}], got the string {overrides!r}")
+    changes = [*overrides, *([] if clients_parallel is None else [f"clients_parallel={clients_parallel}"])]
     directory = RunDirectory.open(Path(path))
     recipe = load_stored_recipe(directory, trust, resuming=True)
     engine = engine_of(recipe)
-    return read_run(engine.resume(directory.path, Observers(observers), trust, clients_parallel).path)
+    return read_run(engine.resume(directory.path, Observers(observers), trust, changes).path)
 
 
 def engine_of(recipe: Recipe) -> ModuleType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -11,13 +11,13 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..federation import Federation, build_federation, require_same_data
+from ..federation import Federation, build_federation
 from ..messages import Message
-from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Place, Recipe
-from ..run_folder.creation import alone_in, new_run, refuse_existing
+from ..run_folder.creation import new_run, refuse_existing
 from ..run_folder.directory import RunDirectory
 from . import workers
+from .continuing import continue_run
 from .observers import Observer
 from .rounds import Clients, ClientTrainer, first_files, run_rounds
 from .workers import ClientWorker, DataParallelTrainer, Task, check_devices, started_workers
@@ -26,31 +26,22 @@ from .workers import ClientWorker, DataParallelTrainer, Task, check_devices, sta
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
     """Run a recipe and return the run's new folder, which is made once the input is checked completely."""
     refuse_existing(path, overwrite)
-    federation = build_federation(recipe)
-    check_devices(federation)
+    federation = _prepared(recipe)
     with new_run(path, first_files(federation), overwrite):
         return _run(federation, RunDirectory.open(path), observer or Observer())
 
 
 def resume(
-    path: Path, observer: Observer | None = None, trust: bool = False, clients_parallel: int | None = None
+    path: Path, observer: Observer | None = None, trust: bool = False, overrides: Sequence[str] = ()
 ) -> RunDirectory:
-    """Continue a run from its last complete round, see `fedssl.resume`, and return its folder."""
-    RunDirectory.open(path)  # a folder that holds no run is refused before it is locked
-    with alone_in(path):
-        directory = RunDirectory.open(path)
-        directory.require_unchanged()
-        if directory.checkpoint.finished:
-            directory.roll_back()
-            return directory
-        recipe = load_stored_recipe(directory, trust, resuming=True)
-        if clients_parallel is not None:
-            recipe = recipe.model_copy(update={"clients_parallel": clients_parallel})
-        federation = build_federation(recipe)
-        require_same_data(path, federation.data_digests())
-        check_devices(federation)
-        directory.roll_back()
-        return _run(federation, directory, observer or Observer())
+    """Continue a run from its last complete round, see `continue_run`."""
+    return continue_run(path, observer, trust, overrides, _prepared, _run)
+
+
+def _prepared(recipe: Recipe) -> Federation:
+    federation = build_federation(recipe)
+    check_devices(federation)
+    return federation
 
 
 def _run(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:

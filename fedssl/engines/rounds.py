@@ -22,8 +22,9 @@ from ..models.model import Model
 from ..randomness import deterministic_on, seed_for
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, MetricRow, RunDirectory
+from ..run_folder.failed_step import write_failed_step
 from ..run_folder.storage import csv_text
-from ..training import steps_of_round
+from ..training import NonFiniteLoss, steps_of_round
 from .observers import Observer, Observers, TensorBoard
 
 #: the server's next state, metric rows, and why there is no answer of some clients
@@ -85,6 +86,11 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
             directory.append_timing(number, time.perf_counter() - started)
             directory.commit(number, server, finished=number == recipe.rounds)
             observers.round_ended(number, rows)
+    except NonFiniteLoss as error:
+        if error.failed is None:
+            raise
+        write_failed_step(directory.path, error.failed)
+        raise UserError(f"{error}. fedssl run --replay RUN tells the step's terms and layers") from error
     finally:
         observers.run_ended(finished=directory.checkpoint.finished)
     return directory

@@ -28,6 +28,7 @@ from ..federation import Federation, build_federation
 from ..messages import Message
 from ..models.data_parallel import Share, join
 from ..recipe.reading import parse_recipe
+from ..training import NonFiniteLoss
 from .rounds import ClientTrainer
 
 
@@ -153,7 +154,7 @@ class ClientWorker:
             raise self.lost(client) from error
         if kind == "bug":
             return None, RuntimeError(f"client {client}: {content}")
-        return (None, UserError(content)) if kind == "error" else (content, None)
+        return (None, content) if kind == "error" else (content, None)
 
     def lost(self, client: int) -> UserError:
         """Return the error of a worker process that ended while it worked on a client."""
@@ -211,8 +212,8 @@ def _work(pipe: Connection, threads: int, team: Team | None, data: tuple[str, Da
                 trainer = trainer or ClientTrainer(_federation(*data))
                 result = _result(trainer, task)
                 outcome = "done", result if team is None or team.share.rank == 0 else None
-            except UserError as error:
-                outcome = "error", str(error)
+            except UserError as error:  # of a custom part's class the parent may know nothing
+                outcome = "error", error if type(error) is NonFiniteLoss else UserError(str(error))
             except Exception:
                 outcome = "bug", traceback.format_exc()
             pipe.send(outcome)

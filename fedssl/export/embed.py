@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..evaluation.evaluate import in_channels
 from ..evaluation.features import extract_outputs
 from ..federation import device_named
 from ..run_folder.directory import RunDirectory
-from ..run_folder.storage import make_folder, write_atomically
+from ..run_folder.storage import csv_text, make_folder, write_atomically
 from ..untrusted import printable, quoted
 from .encoder_folder import is_encoder_folder, read_encoder
 
@@ -34,7 +35,7 @@ ImageBatch = tuple[list[str], Tensor, list[str]]
 
 def embed_images(
     folder: Path,
-    images: Path,
+    images: Path | Sequence[Path],
     output: Path,
     *,
     batch_size: int = 256,
@@ -43,14 +44,16 @@ def embed_images(
     skip_broken: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
-    """Write `output`, an .npz file with `features` float32 [n, d] and `files`, the n images' names.
+    """Write the representations of images, float32 [n, d], and the n images' names.
 
     Args:
         folder: an exported encoder.
-        images: a folder of image files, nested or flat, or an .npz file. The names in `files` are paths relative to the
-            folder, or `ARRAY/ROW` of the .npz file, in its order. Images are cropped and resized to the encoder's
-            shape. A grey image becomes three equal channels for an encoder of colour images; a colour image becomes
-            grey (luma) for an encoder of grey ones.
+        images: a folder of image files, nested or flat, or an .npz file, or several. The names are paths relative to
+            the folder, or `ARRAY/ROW` of the .npz file, in its order; of several, each begins with its folder or file
+            as given. Images are cropped and resized to the encoder's shape. A grey image becomes three equal channels
+            for an encoder of colour images; a colour image becomes grey (luma) for an encoder of grey ones.
+        output: the file to write: `.csv` or `.parquet` with the columns `file`, `feature_0`, ...; with any other ending
+            an .npz file with the arrays `features` and `files`.
         batch_size: images that are read and embedded at a time; the features do not depend on it beyond rounding.
         device: `cpu`, `cuda`, or `auto` for CUDA if there is a device.
         window: how pixels of more than 8 bits become 8 bits (default: as in the encoder's run).
@@ -61,37 +64,62 @@ def embed_images(
         The files that were left out and the reasons, in one line; empty if all could be read.
 
     Raises:
-        UserError: no exported encoder; no images; a broken file without `skip_broken`; or a representation that is not
-            finite. Nothing is written then.
+        UserError: no exported encoder; no images; one folder given twice; a broken file without `skip_broken`; a
+            representation that is not finite; or no pyarrow for a .parquet file. Nothing is written then.
     """
+    if output.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise UserError(f"{output}: writing .parquet needs pyarrow: pip install pyarrow, or name a .csv or .npz file")
+    sources = [images] if isinstance(images, Path) else list(images)
+    if len({source.resolve() for source in sources}) < len(sources):
+        raise UserError(f"{', '.join(map(str, sources))}: one of these is given twice; name each once")
     if not is_encoder_folder(folder) and (folder / "recipe.yaml").is_file():
         RunDirectory.open(folder)
         raise UserError(f"{folder} is a run's folder: export its encoder first: fedssl export {quoted(folder)} FOLDER")
     encoder = read_encoder(folder)
     network = encoder.network.to(device_named(device))
-    total, batches = _batches(images, encoder.image_shape, window or encoder.window, batch_size)
+    each = [_batches(source, encoder.image_shape, window or encoder.window, batch_size) for source in sources]
+    total = sum(count for count, _ in each)
+    prefixes = [f"{printable(source)}/" if len(sources) > 1 else "" for source in sources]
     names: list[str] = []
     features: list[Tensor] = []
     unreadable: list[str] = []
-    for batch_names, pixels, batch_unreadable in batches:
+    batches = ((prefix, *batch) for prefix, (_, parts) in zip(prefixes, each, strict=True) for batch in parts)
+    for prefix, batch_names, pixels, batch_unreadable in batches:
         unreadable += batch_unreadable
-        names += batch_names
+        names += [prefix + name for name in batch_names]
         if batch_names and (skip_broken or not unreadable):
             features.append(extract_outputs(network, pixels))
         progress(len(names) + len(unreadable), total)
     if unreadable and not skip_broken:
         raise UserError(f"{_summary(unreadable, total)}; repair or remove them, or leave them out with --skip-broken")
     if not names:
-        raise UserError(f"none of the {total} files in {images} can be read as an image: {unreadable[0]}")
+        raise UserError(
+            f"none of the {total} files in {listed([*map(str, sources)])} can be read as an image: {unreadable[0]}"
+        )
     array = torch.cat(features)
     if not torch.isfinite(array).all():
         problem = "gives NaN or infinite values for these images; was its training stable?"
         raise UserError(f"the encoder in {folder} {problem}")
-    file = io.BytesIO()
-    np.savez(file, features=array.numpy(), files=np.array(names))
+    data = _file_content(output.suffix, names, array.numpy())
     make_folder(output.absolute().parent)
-    write_atomically(output, file.getvalue())
+    write_atomically(output, data)
     return _summary(unreadable, total) if unreadable else ""
+
+
+def _file_content(suffix: str, names: list[str], features: np.ndarray) -> bytes:
+    """Return the content of a file with images' names and features; a .csv file holds float32 values exactly."""
+    columns = [f"feature_{i}" for i in range(features.shape[1])]
+    if suffix == ".csv":
+        rows = ([name, *map(str, row)] for name, row in zip(names, features, strict=True))
+        return csv_text([["file", *columns], *rows]).encode()
+    file = io.BytesIO()
+    if suffix == ".parquet":
+        from pyarrow import parquet, table
+
+        parquet.write_table(table({"file": names} | dict(zip(columns, features.T, strict=True))), file)
+    else:
+        np.savez(file, features=features, files=np.array(names))
+    return file.getvalue()
 
 
 def _summary(unreadable: list[str], total: int) -> str:

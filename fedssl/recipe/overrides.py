@@ -149,7 +149,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         elif isinstance(target, dict):
             index = key
             if not last:
-                target.setdefault(key, {})
+                target[key] = {} if target.get(key) is None else target[key]  # a stored recipe holds every null
             elif key == "name" and keys[0] in PART_KEYS and part_name(keys[0], target) != value:
                 target.clear()  # another part has other options
         else:

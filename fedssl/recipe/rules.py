@@ -23,10 +23,6 @@ from ..models.view_threads import sharing_problem
 from ..parts import is_session_part, part_class, part_names
 from .recipe import FixedClipping, LocalDP, Recipe, SecAggPlus
 
-#: what to do if an engine refuses `clients_parallel`
-WITHOUT_CLIENTS_PARALLEL = (
-    "leave it out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
-)
 # SecAgg+ counts below 2^32, so that of more clients each would send integers below 2^22, Flower's default
 _MOST_CLIENTS = 2**10 - 1
 
@@ -132,8 +128,8 @@ def _rules_of_processes(recipe: Recipe) -> Iterator[str]:
         )
     if parallel > 1 and recipe.engine != "in-process":
         yield (
-            f"clients_parallel={parallel} is for engine in-process, got engine {recipe.engine}: "
-            f"{WITHOUT_CLIENTS_PARALLEL}"
+            f"clients_parallel={parallel} is for engine in-process, got engine {recipe.engine}: leave it "
+            "out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
         )
     if processes == 1:
         return

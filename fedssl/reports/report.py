@@ -132,6 +132,7 @@ def build_report(
         traffic=_traffic_table(methods),
         privacy=_privacy_table(methods),
         settings=_settings_table(methods),
+        history=_history_table(methods),
         folders=PageTable(("method", "seed", "folder"), folders, text_columns=3),
         recipes=[(f"{name}, seed {run.seed}", _as_yaml(run.recipe)) for name, run in first.items()],
     )
@@ -307,6 +308,18 @@ def _settings_table(methods: Methods) -> PageTable:
             for i, (value, names) in enumerate(names_by_value.items()):
                 rows.append(("" if i else key, ", ".join(names) if len(names_by_value) > 1 else "all", value))
     return PageTable(("setting", "of", "value"), rows, text_columns=3)
+
+
+def _history_table(methods: Methods) -> PageTable | None:
+    """Return a line for each option that was changed when a run went on; None if there is none."""
+    columns = ("round", "option", "before", "after", "when", "version")
+    rows = [
+        (name, run.seed, *(change.get(column, "") for column in columns))
+        for name, runs in methods.items()
+        for run in runs
+        for change in run.history
+    ]
+    return PageTable(("method", "seed", "after round", *columns[1:]), rows, text_columns=8) if rows else None
 
 
 def _one_line(value: Any) -> str:

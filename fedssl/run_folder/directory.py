@@ -7,6 +7,8 @@
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
     timings.csv                     round,seconds (not in metrics.csv, which is the same on every machine)
     refused.csv                     round,client,reason: answers that were left out, if any
+    failed_step.json                the step at which the loss was not finite, if the run stopped there
+    history.csv                     the options that were changed when the run went on, if any
     spectrum.csv                    client,index,value: singular values of the final test representations
     tensorboard/                    the same metrics as TensorBoard events
     checkpoints/manifest.json       the last complete round and the files that belong to it
@@ -25,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from .storage import (
     read_csv,
     read_message,
     remove_files,
+    sync_path,
     write_atomically,
     write_message,
     writing,
@@ -52,6 +55,9 @@ METRICS_HEADER = ("round", "client", "metric", "value")
 IMAGE_SHAPE = "image_shape.json"
 SITES_RUN = "sites_run.txt"  # if the sites keep the clients' states
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")
+HISTORY, HISTORY_HEADER = "history.csv", ("round", "when", "version", "option", "before", "after")
+#: what `replace_files` may replace; the second name is of the file that is about to take the place of the first
+_REPLACED = {name: f"{name}.next" for name in ("recipe.yaml", "data_digests.json", HISTORY)}
 
 
 def client_file(index: int, round_number: int) -> str:
@@ -216,13 +222,31 @@ class RunDirectory:
         self._hashed[name] = digest, length + len(added)
         return digest.hexdigest(), length + len(added)
 
-    def store_recipe(self, text: str) -> None:
-        """Replace recipe.yaml; the run continues with the new one."""
-        write_atomically(self.path / "recipe.yaml", text.encode())
-        digest, digests = hashlib.sha256(text.encode()).hexdigest(), self.checkpoint.digests
-        if digests.get("recipe.yaml", digest) != digest:
-            self.checkpoint = self.checkpoint.model_copy(update={"digests": digests | {"recipe.yaml": digest}})
-            write_manifest(self.path, self.checkpoint)
+    def replace_files(self, files: Mapping[str, str], finished: bool = False) -> None:
+        """Replace files that a resume relies on, as texts by name, all of them or none; `finished` is the run's state.
+
+        The new manifest decides: a kill before it leaves the old files, and after it `finish_replacing` takes the new.
+        """
+        for name, text in files.items():
+            write_atomically(self.path / _REPLACED[name], text.encode())
+        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+        changed = {"finished": finished, "digests": self.checkpoint.digests | digests}
+        self.checkpoint = self.checkpoint.model_copy(update=changed)
+        write_manifest(self.path, self.checkpoint)
+        self.finish_replacing()
+
+    def finish_replacing(self) -> None:
+        """Put the files of `replace_files` in place, or remove those that the manifest does not know."""
+        for name, next_name in _REPLACED.items():
+            file = self.path / next_name
+            with writing(file):
+                if not file.is_file():
+                    continue
+                if self.checkpoint.digests.get(name) == digest_of(file):
+                    os.replace(file, self.path / name)
+                else:
+                    file.unlink()
+                sync_path(self.path)
 
     def require_unchanged(self, but: Collection[str] = ()) -> None:
         """Raise UserError unless the files, except those in `but`, are as the run wrote them; the logs may be longer.
@@ -291,6 +315,8 @@ class RunDirectory:
                     path.unlink()
                 elif path.exists() and path.stat().st_size > length:
                     os.truncate(path, length)
+        if not self.checkpoint.finished:  # of a round that was once the last one
+            (self.path / "spectrum.csv").unlink(missing_ok=True)
         self._remove_unused()
 
     def _remove_unused(self) -> None:

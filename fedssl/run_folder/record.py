@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from ..errors import UserError
 from ..untrusted import MOST_BYTES, NAME_PATTERN, parse_yaml, printable, read_regular_file
-from .directory import RunDirectory
+from .directory import HISTORY, RunDirectory
 from .storage import read_csv
 
 
@@ -34,6 +34,8 @@ class Run:
         class_counts: training images per client and class, [clients, classes]; empty without a partition.
         spectra: singular values of the final test representations in descending order, by client or `global`; empty
             before the last round.
+        history: the options that were changed when the run went on, one mapping each: `option`, `before`, `after`, the
+            `round` that was the last one then, `when`, and the `version` of fedssl; see `fedssl.resume`.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Run:
     class_names: Sequence[str]
     class_counts: Sequence[Sequence[int]]
     spectra: Mapping[str, Sequence[float]]
+    history: Sequence[Mapping[str, str]] = ()
 
     @property
     def name(self) -> str:
@@ -123,12 +126,13 @@ def read_run(path: str | Path) -> Run:
         spectra: dict[str, list[float]] = {}
         for row in read_csv(path / "spectrum.csv"):
             spectra.setdefault(row["client"], []).append(_singular_value(row["value"]))
+        history = read_csv(path / HISTORY)
     except UserError:
         raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         problem = printable(" ".join(str(error).split()))
         raise UserError(f"{path} cannot be read as a run's folder: {problem}") from error
-    return Run(path, recipe, values, class_names, class_counts, spectra)
+    return Run(path, recipe, values, class_names, class_counts, spectra, history)
 
 
 def _check_recipe(recipe: Any) -> None:

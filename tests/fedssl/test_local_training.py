@@ -179,6 +179,20 @@ def test_a_diverged_client_is_named_with_its_first_such_step(epochs, step, fails
         train_locally(local, method.training, [regularizer], rounds=1)
 
 
+@pytest.mark.parametrize("most_steps", [None, 2])
+def test_the_gradient_norm_is_that_of_the_last_step(most_steps, tiny, monkeypatch):
+    federation, norms = build_federation(tiny(training={"local_epochs": 2, "batch_size": 8})), []
+
+    def step(optimizer):  # which takes none
+        gradients = [p.grad.double() for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+        norms.append(sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    reply, _ = federation.method.counted_round(federation.client(0, Message()), Message(), 1, most_steps)
+    assert reply.metrics["gradient_norm"] == pytest.approx(norms[-1], rel=1e-5)
+    assert len(set(norms)) == len(norms) > 1
+
+
 @pytest.mark.parametrize(("name", "architecture"), [("fedx", "small_vit"), ("byol", "small_convnet")])
 def test_views_pass_through_a_network_in_one_call_if_asked(name, architecture, tiny):
     """Without BatchNorm, as in FedX's networks with a transformer, nothing else changes."""

@@ -222,13 +222,14 @@ def make_server_app(recipe_file: Path) -> ServerApp:
             RunDirectory.create(path, first_files(federation) | {SITES_RUN: secrets.token_hex(8)})
         with alone_in(path), ProgressBars(Console(width=160)) as progress:
             directory = RunDirectory.open(path)
+            directory.finish_replacing()
             directory.require_unchanged(but=["recipe.yaml"])  # it is compared with the app's instead
             _require_same_recipe(directory, recipe)
             if directory.checkpoint.finished:
                 progress.note(f"{path} is finished already")
                 return
             require_same_data(path, federation.data_digests())
-            directory.store_recipe(recipe.to_yaml())
+            directory.replace_files({"recipe.yaml": recipe.to_yaml()})
             directory.roll_back()
             run = (path / SITES_RUN).read_text(encoding="utf-8").strip()
             clients = FlowerClients(grid, federation, directory, progress, run, Event())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +16,11 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from ...errors import UserError, install_command
-from ...federation import Federation, build_federation, require_same_data
-from ...recipe.reading import load_stored_recipe
+from ...federation import Federation, build_federation
 from ...recipe.recipe import Recipe
-from ...recipe.rules import WITHOUT_CLIENTS_PARALLEL
-from ...run_folder.creation import alone_in, new_run, refuse_existing
+from ...run_folder.creation import new_run, refuse_existing
 from ...run_folder.directory import RunDirectory
+from ..continuing import continue_run
 from ..observers import Observer
 from ..rounds import first_files, run_rounds
 from .client import make_client_app
@@ -40,24 +39,15 @@ def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite:
 
 
 def resume(
-    path: Path, observer: Observer | None = None, trust: bool = False, clients_parallel: int | None = None
+    path: Path, observer: Observer | None = None, trust: bool = False, overrides: Sequence[str] = ()
 ) -> RunDirectory:
-    """Continue a run from its last complete round; see `in_process.resume`."""
-    if clients_parallel is not None:
-        problem = "clients_parallel is for engine in-process, got a run of engine flower-simulation"
-        raise UserError(f"{problem}: {WITHOUT_CLIENTS_PARALLEL}")
-    recipe = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
+    """Continue a run from its last complete round; see `continue_run`."""
+    return continue_run(path, observer, trust, overrides, _prepared, _simulate)
+
+
+def _prepared(recipe: Recipe) -> Federation:
     _require_simulation(recipe)
-    with alone_in(path):
-        directory = RunDirectory.open(path)
-        directory.require_unchanged()
-        if directory.checkpoint.finished:
-            directory.roll_back()
-            return directory
-        federation = private_federation(build_federation(recipe))
-        require_same_data(path, federation.data_digests())
-        directory.roll_back()
-        return _simulate(federation, directory, observer or Observer())
+    return private_federation(build_federation(recipe))
 
 
 def _require_simulation(recipe: Recipe) -> None:

@@ -7,8 +7,10 @@ import functools
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Union
 
@@ -27,6 +29,10 @@ from fedssl.recipe.overrides import flatten_keys, read_text, read_values, shippe
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.untrusted import PART_KEYS
+from tests.fedssl.conftest import ALIGNED
+from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.data.image_samples import save_array
+from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.recipe.own_part import OWN_PART
 from tests.fedssl.reports.synthetic_runs import evaluated, write_run
 
@@ -81,7 +87,7 @@ def test_a_list_has_one_line_for_each_under_its_paper(fedssl, kind):
 def test_show_tells_value_origin_and_meaning_of_every_key(fedssl):
     code, out, _ = fedssl("show", "hetero_ssfl", "rounds=2", "training.learning_rate=1e-3", "architectures.0=resnet18")
     assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
+    assert max(map(len, out.splitlines()[:-1])) <= 80  # the last line is to be pasted
     text = " ".join(out.split())
     assert "rounds = 2 (override) rounds of the whole run [integer >= 1]" in text
     assert "training.learning_rate = 0.001 (override)" in text
@@ -124,6 +130,29 @@ def test_a_part_of_ones_own_is_shown_like_any_other(fedssl, tmp_path):
     assert code == 0
     assert f"regularizers.0.name = {tmp_path / 'own.py'} (override) Adds nothing. [" in text
     assert "regularizers.0.strength = 2.0 (override) how much of nothing [number >= 0]" in text
+
+
+# The next command
+
+
+def test_each_command_names_the_next_which_can_be_pasted(fedssl, finished, tiny, tmp_path, monkeypatch):
+    def following(*words: str) -> list[str]:
+        return shlex.split(fedssl(*words)[1].splitlines()[-1].removeprefix("Next: fedssl"))
+
+    for listing in ("recipes", "presets"):
+        assert following(*following(listing))[:2] == ["partition", "fedbyol"]
+    assert following(*following("show", "fedbyol", "name=my own")) == ["run", "fedbyol", "name=my own"]
+    shutil.copytree(finished(tiny(**ALIGNED | SMALL)), tmp_path / "a run")
+    save_array(tmp_path / "my_images" / "0.png", random_pixels(8, 8))
+    monkeypatch.setattr(webbrowser, "open", lambda uri: uri == (tmp_path / "a run" / "report.html").as_uri())
+    words = following("report", "a run", "--no-images", "--no-collapse", "--open")
+    assert words == ["export", "a run", "encoder", "--client", "0"]
+    lines = re.findall(r"^    (.*)$", fedssl(*words)[1], re.MULTILINE)
+    assert len(lines) == 4
+    loaded = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert loaded.stdout.startswith("torch.Size([1, "), loaded.stderr
+    shutil.rmtree(tmp_path / "encoder")
+    assert following(*words) == ["embed", "encoder", "my_images", "--output", "features.npz"]
 
 
 # What a message advises to type is what the command line takes

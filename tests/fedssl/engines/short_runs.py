@@ -34,10 +34,11 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def results(path: Path) -> dict[str, bytes]:
-    """What a run leaves, without the recipe, which names the engine and how many clients train at a time."""
+    """What a run leaves, but the recipe and its history, which name the engine and how many clients train at a time."""
     files = contents(path)
     manifest = json.loads(files["checkpoints/manifest.json"])
-    del files["recipe.yaml"], manifest["digests"]["recipe.yaml"]
+    for name in ("recipe.yaml", "history.csv"):
+        files.pop(name, None), manifest["digests"].pop(name, None)
     return files | {"checkpoints/manifest.json": json.dumps(manifest).encode()}
 
 

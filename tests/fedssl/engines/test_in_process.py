@@ -89,7 +89,7 @@ def test_metrics_hold_evaluation_training_and_traffic(undisturbed):
     assert 0 < metric(undisturbed, "cka", 1)["mean"] <= 1
     # 20 public images, 16 features, 3 clients: 48 columns are more than 20 rows, so the kernel goes down
     assert metric(undisturbed, "bytes_down", 1)["0"] == 20 * 20 * 4
-    numbers = len(["samples", "loss", "total_loss", "cka", "public_effective_rank", "memory", "flops"])
+    numbers = len(["samples", "loss", "total_loss", "cka", "public_effective_rank", "gradient_norm", "memory", "flops"])
     assert metric(undisturbed, "bytes_up", 1)["0"] == 20 * 16 * 4 + 8 * numbers
     spectrum = read_run(undisturbed).spectra["0"]
     assert spectrum == sorted(spectrum, reverse=True)

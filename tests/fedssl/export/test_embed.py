@@ -1,5 +1,9 @@
 """Features of images: those that the run's own model gives, in the images' order and under their names."""
 
+import csv
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +59,34 @@ def test_every_array_of_an_npz_file_is_embedded(exported, embedded, tmp_path):
     assert files[:4] == ["x_train/0", "x_train/1", "x_train/2", "x_test/0"]
     expected = features_of_run(run, federation, torch.cat([train, test]))
     torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_of_several_folders_holds_what_the_arrays_hold(suffix, exported, embedded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pixels, sources = exported[2].dataset.test_images[:3], [Path("one, two"), Path("two"), Path("two.npz")]
+    for source, image in zip(sources[:2], pixels, strict=False):
+        save_array(source / "0.png", image[0].numpy())
+    np.savez("two.npz", x=pixels[2:, 0].numpy())
+    features, files, _ = embedded(sources)
+    assert files == ["one, two/0.png", "two/0.png", "two.npz/x/0"]
+    torch.testing.assert_close(features, features_of_run(*exported[1:], pixels), rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="given twice"):
+        embedded([Path("two"), tmp_path / "two"])
+    output = tmp_path / f"table.{suffix}"
+    if suffix == "parquet" and find_spec("pyarrow") is None:
+        with pytest.raises(UserError, match="pip install pyarrow"):
+            embed_images(exported[0], sources, output)
+        pytest.skip("pyarrow is not installed")
+    embed_images(exported[0], sources, output)
+    if suffix == "csv":
+        header, *rows = csv.reader(output.read_text().splitlines())
+    else:
+        table = pytest.importorskip("pandas", reason="pandas is not installed").read_parquet(output)
+        header, rows = list(table), table.to_numpy().tolist()
+    assert header == ["file", *(f"feature_{i}" for i in range(features.shape[1]))]
+    assert [row[0] for row in rows] == files
+    assert (np.array([row[1:] for row in rows]).astype(np.float32) == features.numpy()).all()
 
 
 def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, embedded, tmp_path):

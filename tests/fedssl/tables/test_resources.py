@@ -62,7 +62,7 @@ def test_flops_and_traffic_of_lw_fedssl_are_the_papers(tmp_path):
     outside = 3 * 16 * width + width + tokens * width + width + 2 * width  # patches, position, class token, last norm
     heads = width * 512 + 512 * 512 + 512 * 256 + 256 * 512 + 512 * 256 + 3 * 2 * 512  # linear maps and BatchNorm
     statistics = 4 * 2 * (3 * 512 + 2 * 256) + 5 * 8  # running means and variances, and counters of eight bytes
-    logged = 8 * 5  # samples, loss, total loss, memory and operations
+    logged = 8 * 6  # samples, loss, total loss, gradient norm, memory and operations
     payload = 4 * (12 * block + outside + heads) + statistics
     assert rows["FedMoCoV3"]["traffic"].ours == pytest.approx(180 * (2 * payload + logged) / (1000 * 2**20), rel=1e-12)
     passes = 12 * (12 * width**2 * tokens + 2 * tokens**2 * width) + 64 * 48 * width

@@ -1,4 +1,5 @@
-"""The simulation on Ray leaves the run's folder that this process leaves, bit for bit, also when it was interrupted."""
+"""The simulation on Ray leaves the run's folder that this process leaves, bit for bit, also when it was interrupted
+and got more rounds."""
 
 from __future__ import annotations
 
@@ -68,5 +69,5 @@ def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(finis
         poll(lambda: not marked(f"{tmp_path}/"), "Ray's processes have ended too")
     finally:
         kill_marked(f"{tmp_path}/")
-    engine_of(load_recipe(recipe)).resume(path)
-    assert results(finished(noisy(**METHODS["hetero_ssfl"]))) == results(path)
+    engine_of(load_recipe(recipe)).resume(path, overrides=["rounds=3"])
+    assert results(finished(noisy(**METHODS["hetero_ssfl"], rounds=3))) == results(path)

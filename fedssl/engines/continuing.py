@@ -1,0 +1,76 @@
+"""Continue a run, the same under every engine: check its folder and its data, change options, and keep the history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from fedkernels import __version__
+
+from ..data.digests import DATA_DIGESTS, digests_text, read_digests
+from ..data.files import notify
+from ..errors import UserError
+from ..federation import Federation, require_same_data
+from ..recipe.changes import Change, changed_recipe, consequences
+from ..recipe.reading import load_stored_recipe
+from ..recipe.recipe import Recipe
+from ..run_folder.creation import alone_in
+from ..run_folder.directory import HISTORY, HISTORY_HEADER, RunDirectory
+from ..run_folder.storage import csv_text, read_csv
+from .observers import Observer
+
+
+def continue_run(
+    path: Path,
+    observer: Observer | None,
+    trust: bool,
+    overrides: Sequence[str],
+    prepare: Callable[[Recipe], Federation],
+    run_rest: Callable[[Federation, RunDirectory, Observer], RunDirectory],
+) -> RunDirectory:
+    """Continue a run from its last complete round, see `fedssl.resume`, and return its folder.
+
+    `prepare` checks whether the engine can run the recipe and loads its data; `run_rest` runs the rounds that are left.
+    """
+    observer = observer or Observer()
+    RunDirectory.open(path)  # a folder that holds no run is refused before it is locked
+    with alone_in(path):
+        directory = RunDirectory.open(path)
+        directory.finish_replacing()
+        directory.require_unchanged()
+        if directory.checkpoint.finished and not overrides:
+            directory.roll_back()
+            return directory
+        stored = load_stored_recipe(directory, trust, resuming=True)
+        done = max(directory.checkpoint.round, 0)
+        recipe, changes = changed_recipe(path / "recipe.yaml", stored, overrides, done)
+        if directory.checkpoint.finished and recipe.rounds == stored.rounds:
+            directory.roll_back()
+            if not changes:
+                return directory
+            raise UserError(
+                f"{path} is finished, so nothing would be done with another {changes[0].option}: give rounds=N with "
+                f"more than {stored.rounds} as well, or measure the run as it is (fedssl evaluate)"
+            )
+        federation = prepare(recipe)
+        digests = federation.data_digests()
+        added = {*(recipe.evaluation.downstream or {})} - {*(stored.evaluation.downstream or {})}
+        is_new = {name: name.rpartition(".")[2] in added and "downstream" in name for name in digests}
+        require_same_data(path, {name: digest for name, digest in digests.items() if not is_new[name]})
+        if changes:
+            files = {"recipe.yaml": federation.recipe.to_yaml(), HISTORY: _history(directory, changes, done)}
+            if any(is_new.values()):
+                files[DATA_DIGESTS] = digests_text((read_digests(path) or {}) | digests)
+            directory.replace_files(files)
+            for sentence in consequences(stored, recipe, done):
+                notify(sentence)
+        directory.roll_back()
+        return run_rest(federation, directory, observer)
+
+
+def _history(directory: RunDirectory, changes: Sequence[Change], done: int) -> str:
+    """Return the text of history.csv with changes after `done` rounds added to it."""
+    earlier = [tuple(row.values()) for row in read_csv(directory.path / HISTORY)]
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return csv_text([HISTORY_HEADER, *earlier, *((done, now, __version__, *change) for change in changes)])

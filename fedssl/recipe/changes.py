@@ -1,0 +1,123 @@
+"""What may change in the recipe of a run that goes on: options on which nothing that is already trained depends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import UserError
+from ..options import shortened
+from ..schedules.layer_wise import LayerWise
+from ..training import learning_rate
+from .overrides import apply_override, flatten_keys, read_values
+from .reading import parse_recipe
+from .recipe import Recipe
+
+#: the options that may change, alone or with all below them
+CHANGEABLE = (
+    *("rounds", "description", "evaluation", "device", "clients_parallel", "client_states", "training.processes"),
+    *("data.path", "data.public_path", "data.labels", "data.download", "data.memory_limit", "model.weights"),
+    *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget"),
+    *("flower.cpus", "flower.client_cpus", "flower.client_gpus", "flower.object_store_megabytes"),
+)
+#: why another option may not, by its first key; all others are what the finished rounds were trained with
+_REASONS = {
+    "name": "reports and tables know the run by it",
+    "preset": "it was replaced by the options that it filled in",
+    "seed": "every random number of the run follows from it",
+    "engine": "it keeps the clients' states and their numbers of threads in its own way",
+}
+
+
+class Change(NamedTuple):
+    """An option that has another value than before, both as text."""
+
+    option: str
+    before: str
+    after: str
+
+
+def changed_recipe(file: Path, stored: Recipe, overrides: Sequence[str], done: int) -> tuple[Recipe, list[Change]]:
+    """Return a run's recipe with overrides, and what they change.
+
+    Args:
+        file: the run's recipe.yaml.
+        stored: the recipe in it.
+        overrides: `KEY=VALUE`, as on the command line.
+        done: the number of rounds that are finished.
+
+    Raises:
+        UserError: an option may not change, a value is not allowed, or there would be fewer rounds than before.
+    """
+    values = read_values(file)
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if equals and not any(key == option or key.startswith(f"{option}.") for option in CHANGEABLE):
+            reason = _REASONS.get(key.partition(".")[0], f"the run was trained with it so far ({rounds_done(done)})")
+            raise UserError(
+                f"{key} cannot change when a run goes on: {reason}. Start a new run for it; only "
+                f"{', '.join(CHANGEABLE)} can change"
+            )
+        apply_override(values, override)
+    recipe = parse_recipe(values, str(file))
+    if recipe.rounds < stored.rounds:
+        raise UserError(
+            f"rounds={recipe.rounds} is fewer than before: {rounds_done(done)} of {stored.rounds}, and a run that goes "
+            f"on can only get more: give more than {stored.rounds}, or leave rounds out"
+        )
+    if recipe.rounds > stored.rounds and isinstance(stored.schedule, LayerWise):
+        raise UserError(
+            f"rounds={recipe.rounds} does not go with schedule {stored.schedule.name}: its stages of rounds_per_stage "
+            f"{stored.schedule.rounds_per_stage} have added all layers after {stored.rounds} rounds, and longer stages "
+            "would have changed the finished rounds: start a new run with a larger schedule.rounds_per_stage, or start "
+            "an end_to_end run from this one's encoder (fedssl export, model.weights)"
+        )
+    before, after = (flatten_keys(one.model_dump(mode="json")) for one in (stored, recipe))
+    keys = [key for key in after | before if before.get(key) != after.get(key)]
+    return recipe, [Change(key, _text(before.get(key)), _text(after.get(key))) for key in keys]
+
+
+def rounds_done(done: int) -> str:
+    """Return `2 rounds are done`."""
+    return "1 round is done" if done == 1 else f"{done} rounds are done"
+
+
+def _text(value: object) -> str:
+    return "" if value is None else shortened(value) if isinstance(value, (dict, list)) else str(value)
+
+
+def consequences(before: Recipe, after: Recipe, done: int) -> list[str]:
+    """Return a sentence on what depends on the number of rounds where it changes, and one if sums round differently."""
+    rounding = [
+        "Another device or training.processes rounds differently, so no result is equal bit for bit from here on."
+    ]
+    rounding *= (before.device, before.training.processes) != (after.device, after.training.processes)
+    if before.rounds == after.rounds:
+        return rounding
+    sentences = []
+    options = after.training
+    if options.learning_rate_schedule == "cosine" and after.schedule.trains:
+        old, new = (learning_rate(options, done + 1, recipe.rounds) for recipe in (before, after))
+        old = old if done < before.rounds else 0.0
+        sentences.append(
+            f"The cosine learning rate now falls over {after.rounds} rounds: round {done + 1} has {new:.4g} (over "
+            f"{before.rounds} rounds it would be {old:.4g} there). A run of {after.rounds} rounds from the start would "
+            "have had higher rates before, so this run will not equal it."
+        )
+    else:
+        sentences.append(
+            f"The training of a round does not depend on the number of rounds here: what is trained equals a run of "
+            f"{after.rounds} rounds from the start."
+        )
+    if done == before.rounds:
+        sentences.append(
+            f"What is measured after the last round alone, such as linear accuracy, was measured after round {done}, "
+            f"stays in metrics.csv, and is measured again after round {after.rounds}."
+        )
+    if (privacy := after.flower.differential_privacy) is not None:
+        sentences.append(
+            f"With differential privacy {privacy.name} each further round spends more of the clients' privacy, which "
+            "epsilon in metrics.csv counts over all rounds."
+        )
+    return sentences + rounding

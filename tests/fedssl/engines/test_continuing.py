@@ -1,0 +1,143 @@
+"""A run goes on with more rounds and other options as if it had been begun so; its folder tells what was changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedkernels
+import fedssl
+from fedssl.engines.in_process import resume
+from fedssl.errors import UserError
+from fedssl.recipe.changes import changed_recipe, consequences
+from fedssl.recipe.reading import parse_recipe
+from fedssl.reports.report import write_report
+from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.record import read_run
+from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL, tiny_values
+from tests.fedssl.engines.short_runs import SMALL, StopsAfterRoundOne, everything
+from tests.fedssl.killed_runs import Killed, KilledIn
+
+ONE = ALIGNED | SMALL
+SAMPLED = AVERAGED | SMALL | {"clients_per_round": 2}
+
+
+@pytest.fixture
+def two_rounds(finished, tiny, tmp_path) -> Path:
+    """A copy of a finished run of two rounds."""
+    return shutil.copytree(finished(tiny(**ONE)), tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", [ONE, FEDU2 | SMALL, SAMPLED], ids=["aligned", "fedu2", "two of three clients"])
+def test_two_rounds_that_go_on_to_four_and_are_killed_equal_four(kind, finished, tiny, tmp_path):
+    path = shutil.copytree(finished(tiny(**kind)), tmp_path / "run")
+    with pytest.raises(Killed):
+        resume(path, KilledIn(4), overrides=["rounds=4"])
+    assert not (path / "spectrum.csv").exists()
+    assert resume(path).checkpoint.finished
+    whole = finished(tiny(**kind, rounds=4))
+    for file in (*whole.glob("checkpoints/*round-00004*"), whole / "spectrum.csv", whole / "recipe.yaml"):
+        assert (path / file.relative_to(whole)).read_bytes() == file.read_bytes()
+    rows, expected = (RunDirectory.open(folder).read_metrics() for folder in (path, whole))
+    assert [row for row in rows if row in expected] == expected
+    assert {row[0] for row in rows if row not in expected} == {2}  # what only a last round measures
+
+
+def test_the_history_is_kept_and_shown(two_rounds, caplog):
+    run = fedssl.resume(two_rounds, ["rounds=3", "evaluation.every=1"], clients_parallel=2)
+    assert (run.last_round, run.recipe["evaluation"]["every"]) == (3, 1)
+    assert "equals a run of 3 rounds from the start" in caplog.text
+    run = fedssl.resume(two_rounds, ["rounds=4"])
+    changes = {(c["round"], c["version"], c["option"], c["before"], c["after"]) for c in run.history}
+    expected = [("2", "rounds", "2", "3"), ("2", "evaluation.every", "0", "1"), ("2", "clients_parallel", "1", "2")]
+    assert changes == {(n, fedkernels.__version__, *rest) for n, *rest in (*expected, ("3", "rounds", "3", "4"))}
+    assert "<h2>History</h2>" in write_report(two_rounds, collapse=False, images=False).read_text()
+    (two_rounds / "history.csv").write_text("round\n")
+    with pytest.raises(UserError, match=r"history\.csv was changed"):
+        fedssl.resume(two_rounds)
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "fewer": (["rounds=1"], "rounds=1 is fewer than before: 2 rounds are done"),
+    "seed": (["rounds=4", "seed=3"], "seed cannot change when a run goes on: every random number"),
+    "training": (["training.learning_rate=1"], r"learning_rate cannot change .* trained with it so far \(2 rounds are"),
+    "a part": (["regularizers.0.name=./evil.py"], r"regularizers\.0\.name cannot change"),
+    "no key": (["fedbyol"], "'fedbyol' is not key=value"),
+    "finished": (["evaluation.every=1"], "is finished, so nothing would be done with another evaluation.every"),
+    "nothing": (["rounds=2"], ""),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_may_not_change_is_refused_by_name_and_nothing_is_lost(case, two_rounds):
+    overrides, message = REFUSED[case]
+    before = everything(two_rounds)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        fedssl.resume(two_rounds, overrides)
+    assert everything(two_rounds) == before
+
+
+def test_data_may_move_and_not_change(noisy, tmp_path):
+    recipe, path, other = noisy(**AVERAGED, evaluation=SMALL["evaluation"]), tmp_path / "run", tmp_path / "other.npz"
+    with pytest.raises(Killed):
+        fedssl.run(recipe, path, observers=[StopsAfterRoundOne()])
+    before, arrays = everything(path), dict(np.load(recipe.data.path))
+    np.savez(other, **arrays | {"x_test": arrays["x_test"][::-1]})
+    with pytest.raises(UserError, match="the test set no longer has the same images"):
+        fedssl.resume(path, [f"data.path={other}"])
+    assert everything(path) == before
+    moved = shutil.copy(recipe.data.path, tmp_path / "moved.npz")
+    changes = [f"data.path={moved}", f"evaluation.downstream.more={{name: npz, path: {other}}}"]
+    assert (2, "global", "downstream_more_knn") in fedssl.resume(path, changes).values
+    np.savez(other, **arrays)  # held from then on
+    with pytest.raises(UserError, match=r"the test set of evaluation\.downstream\.more no longer"):
+        fedssl.resume(path, ["rounds=3"])
+
+
+@pytest.mark.parametrize("moment", range(1, 6))
+def test_a_kill_while_options_change_leaves_the_old_ones_or_the_new(moment, two_rounds, monkeypatch):
+    """The third renaming, of the manifest, decides."""
+    real, calls = os.replace, iter(range(1, 9))
+
+    def replace(*arguments: object) -> None:
+        if next(calls) == moment:
+            raise Killed
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(Killed):
+            resume(two_rounds, overrides=["rounds=3"])
+    after = read_run(resume(two_rounds).path)
+    assert (after.rounds, after.last_round, len(after.history)) == ((2, 2, 0) if moment <= 3 else (3, 3, 1))
+
+
+COSINE = {"training": {"learning_rate": 0.4, "learning_rate_schedule": "cosine"}}
+NOISE = {"differential_privacy": {"name": "fixed_clipping", "clipping_norm": 1, "noise_multiplier": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounds", "done", "expected"),
+    [
+        (COSINE, 4, 2, [r"round 3 has 0\.2 \(over 2 rounds it would be 0 there\)", "measured again after round 4"]),
+        (COSINE, 3, 1, [r"round 2 has 0\.3 \(over 2 rounds it would be 0\.2 there"]),
+        (AVERAGED | {"engine": "flower", "flower": NOISE}, 4, 1, ["equals", "each further round spends more"]),
+        (COSINE | {"device": "auto"}, 2, 1, ["rounds differently"]),
+    ],
+)
+def test_what_more_rounds_mean_is_said(changes, rounds, done, expected):
+    recipes = (parse_recipe(tiny_values(**changes | more)) for more in ({"device": "cpu"}, {"rounds": rounds}))
+    for part, sentence in zip(expected, consequences(*recipes, done), strict=True):
+        assert re.search(part, sentence)
+
+
+def test_a_layer_wise_run_has_no_more_rounds(tiny, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(tiny(**LW_FEDSSL).to_yaml())
+    with pytest.raises(UserError, match=r"rounds=4 does not go with schedule layer_wise: .* start a new run"):
+        changed_recipe(tmp_path / "recipe.yaml", tiny(**LW_FEDSSL), ["rounds=4"], done=2)
