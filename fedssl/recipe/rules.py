@@ -45,6 +45,7 @@ def check_data(recipe: Recipe, dataset: Dataset) -> None:
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
     if recipe.evaluation.downstream is None:  # else fine-tuning on that data is enough
         check_labels(dataset, recipe.evaluation)
+    recipe.objective.training_augmentation(recipe.augmentation).check_channels(dataset.train_images.shape[1])
     if recipe.objective.needs_labels and not dataset.labelled:
         raise UserError(
             f"objective {recipe.objective.name} trains on labels, and the images of data.name={dataset.name} have "

@@ -149,8 +149,10 @@ def _check_fractions(fractions: Sequence[float]) -> None:
 def _with_requests(
     options: EvaluationOptions, fractions: Sequence[float], fine_tune: FineTuneOptions | None
 ) -> EvaluationOptions:
+    """Return the options with what is asked for besides, on all images."""
     requested = list(dict.fromkeys([*options.semi_supervised, *fractions]))
-    return options.model_copy(update={"semi_supervised": requested, "fine_tune": fine_tune or options.fine_tune})
+    changes = {"semi_supervised": requested, "fine_tune": fine_tune or options.fine_tune, "images": None}
+    return options.model_copy(update=changes)
 
 
 def _measure(model: Model, dataset: Dataset, options: EvaluationOptions, seed: int, **more: Any) -> dict[str, float]:
