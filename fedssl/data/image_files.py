@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from ..untrusted import printable
 from .dicom_files import dicom_kind, dicom_pixels, dicom_values
 from .files import first_line, is_dicom
 from .image_kinds import BrokenImageError, ImageKind, require_size
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 # What Pillow may take a file for, whatever its name ends with. Its other formats include some that start programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
-_TIFF_BEGINS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_TIFF_BEGINS = (b"II*\0", b"MM\0*", b"II+\0")
 _TIFF_BITS, _TIFF_PHOTOMETRIC, _TIFF_SAMPLES, _TIFF_PLANES, _TIFF_SAMPLE_FORMAT = 258, 262, 277, 284, 339
 _SIGNED = 2  # as a TIFF's sample format
 _YCBCR = 6  # as a TIFF's photometric interpretation
@@ -110,13 +109,22 @@ def _stored_channels(file: Path, channels: int | None) -> _StoredChannels | None
     None is returned for all other files, which Pillow reads.
     """
     if file.suffix.lower() == ".npy":
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        try:
+            array = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:  # whose messages propose to run what the file holds
+            raise BrokenImageError("no array of numbers that numpy.save has written whole") from error
         if array.dtype.kind not in "iubf" or not 2 <= array.ndim <= 3:
             raise BrokenImageError(
                 f"an array {list(array.shape)} of {array.dtype}, expected numbers [H, W] or [H, W, C]"
             )
-        if array.ndim == 3 and channel_axis((1, *array.shape), printable(file.name), channels) == 1:
-            array = array.transpose(1, 2, 0)
+        try:
+            if array.ndim == 3 and channel_axis((1, *array.shape), file.name, channels) == 1:
+                array = array.transpose(1, 2, 0)
+        except UserError as error:
+            raise BrokenImageError(
+                f"an array {list(array.shape)}, expected [H, W, C] or [C, H, W] of {channels or '1 to 32'} channels; "
+                "where both fit, set data.channels"
+            ) from error
         values = array if array.ndim == 3 else array[:, :, None]
         return _StoredChannels(_kind_of_values(values.shape, values.dtype), lambda: np.array(values))
     with open(file, "rb") as stream:
@@ -136,7 +144,7 @@ def _stored_channels(file: Path, channels: int | None) -> _StoredChannels | None
             if samples == 3 and _tiff_tag(image, _TIFF_BITS, 1) == 8:
                 return None  # colours in any of their forms
         bands = read_bands(stream)
-    if bands.count == 1 or bands.tags.get(_TIFF_PHOTOMETRIC, (1,))[0] not in (1, 2):
+    if bands is None:
         return None
 
     def read() -> NDArray[Any]:

@@ -334,7 +334,9 @@ def report_broken(files: Sequence[Path], faults: dict[int, str], broken: Literal
 
 def _channels_of(files: Sequence[Path], kinds: dict[int, ImageKind], options: DataOptions) -> int:
     """Return the number of channels of all images; a UserError names two files whose numbers do not go together."""
-    first = {kind.channels: files[index] for index, kind in reversed(kinds.items())}
+    first: dict[int, Path] = {}
+    for index, kind in kinds.items():
+        first.setdefault(kind.channels, files[index])
     channels = options.channels or (3 if first.keys() <= {1, 3} and 3 in first else next(iter(first), 1))
     if options.channels is None and len(first) > 1 and not first.keys() <= {1, 3}:
         (count, file), (other_count, other) = list(first.items())[:2]

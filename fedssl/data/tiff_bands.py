@@ -1,15 +1,14 @@
 """TIFFs of several bands, which Pillow does not read: each becomes gray images that it does read.
 
-Bands that lie pixel by pixel in a strip have the bytes of a gray image that is as many times as wide, and bands in a
-plane each are gray images already. So a directory with other numbers before the same bytes lets Pillow decode them, in
-any lossless compression.
+Bands that lie pixel by pixel in a strip have the bytes of a gray image of 8 bits that is as many times as wide, and so
+has a plane of one band. So another directory for the same strips lets Pillow decode them, in any lossless compression.
 """
 
 import io
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,11 +41,14 @@ class Bands:
     count: int
     dtype: np.dtype[Any]
     tags: dict[int, tuple[int, ...]]
-    order: str
+    order: Literal["<", ">"]
 
 
-def read_bands(stream: IO[bytes]) -> Bands:
-    """Read a TIFF's directory; BrokenImageError is raised for values that are not read, other errors for no TIFF."""
+def read_bands(stream: IO[bytes]) -> Bands | None:
+    """Read a TIFF's directory; None is returned for a single band, and for colours of a kind other than RGB.
+
+    BrokenImageError is raised for values that are not read, other errors for what is no TIFF.
+    """
     from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
     stream.seek(0)
@@ -61,6 +63,8 @@ def read_bands(stream: IO[bytes]) -> Bands:
     tags = {tag: directory[tag] for tag in numbers if tag in directory}
     tags = {tag: value if isinstance(value, tuple) else (value,) for tag, value in tags.items()}
     count, sample_format, bits = (tags.get(tag, (1,)) for tag in (_SAMPLES, _FORMAT, _BITS))
+    if count[0] == 1 or tags.get(_PHOTOMETRIC, (1,))[0] not in (1, 2):
+        return None
     if len({*bits}) > 1 or len({*sample_format}) > 1 or (sample_format[0], bits[0]) not in _TYPES:
         kinds = {1: "integers", 2: "signed integers", 3: "floats"}.get(sample_format[0], "values of an unknown kind")
         raise BrokenImageError(
@@ -76,17 +80,15 @@ def read_bands(stream: IO[bytes]) -> Bands:
 def band_values(stream: IO[bytes], bands: Bands) -> NDArray[Any]:
     """Return the values [H, W, bands] of a TIFF, of the type that its directory names."""
     compression, predictor = (bands.tags.get(tag, (1,))[0] for tag in (_COMPRESSION, _PREDICTOR))
-    by_pixel = bands.tags.get(_PLANES, (1,))[0] == 1
-    if compression not in _LOSSLESS or (predictor not in (1, _DIFFERENCES) and by_pixel):
+    if compression not in _LOSSLESS or predictor not in (1, _DIFFERENCES):
         what = f"compression {compression}" if compression not in _LOSSLESS else f"predictor {predictor}"
         raise BrokenImageError(f"bands with {what}, which are not read; store them with LZW, deflate or none")
-    require_size(bands.width * bands.count, bands.height)
+    require_size(bands.width * bands.count * bands.dtype.itemsize, bands.height)
     stream.seek(0)
     content = stream.read()
-    planes = [_gray_values(image, bands.dtype) for image in _gray_tiffs(content, bands, by_pixel)]
-    if not by_pixel:
-        return np.stack(planes, 2)
-    values = planes[0].reshape(bands.height, bands.width, bands.count)
+    by_pixel = bands.tags.get(_PLANES, (1,))[0] == 1
+    planes = [_values_of_gray(image, bands) for image in _gray_tiffs(content, bands, by_pixel)]
+    values = np.concatenate(planes, 2)
     if predictor == _DIFFERENCES:
         step = bands.tags.get(_TILE_WIDTH, (bands.width,))[0]
         for start in range(0, bands.width, step):
@@ -95,31 +97,30 @@ def band_values(stream: IO[bytes], bands: Bands) -> NDArray[Any]:
     return values
 
 
-def _gray_values(content: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+def _values_of_gray(content: bytes, bands: Bands) -> NDArray[Any]:
+    """Return the values [H, W, bands or 1] of a gray image of their bytes."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content), formats=["TIFF"]) as image:
-        values = np.array(image)
-    if values.dtype.itemsize != dtype.itemsize:  # Pillow widens signed integers
-        return values.astype(dtype)
-    return values.astype(values.dtype.newbyteorder("=")).view(dtype)
+        values = np.array(image).view(bands.dtype.newbyteorder(bands.order)).astype(bands.dtype)
+    return values.reshape(bands.height, bands.width, -1)
 
 
 def _gray_tiffs(content: bytes, bands: Bands, by_pixel: bool) -> Iterator[bytes]:
-    """Yield the file once for each plane, with a directory that calls it a gray image."""
-    tags, factor = bands.tags, bands.count if by_pixel else 1
+    """Yield the file once for each plane, with a directory that calls it a gray image of one byte a pixel."""
+    tags, factor = bands.tags, bands.dtype.itemsize * (bands.count if by_pixel else 1)
     places, sizes = (_TILES, _TILE_BYTES) if _TILES in tags else (_STRIPS, _STRIP_BYTES)
-    own: dict[int, tuple[int, ...]] = {tag: tags[tag][:1] for tag in _SHORTS if tag in tags}
-    own |= {_PHOTOMETRIC: (1,), _SAMPLES: (1,), _HEIGHT: (bands.height,), _WIDTH: (bands.width * factor,)}
-    own |= {tag: tags[tag] for tag in (_STRIP_ROWS, _TILE_HEIGHT) if tag in tags}
+    own: dict[int, tuple[int, ...]] = {
+        tag: tags[tag] for tag in (_COMPRESSION, _STRIP_ROWS, _TILE_HEIGHT) if tag in tags
+    }
+    own |= {_PHOTOMETRIC: (1,), _SAMPLES: (1,), _BITS: (8,), _HEIGHT: (bands.height,), _WIDTH: (bands.width * factor,)}
     if _TILE_WIDTH in tags:
         own[_TILE_WIDTH] = (tags[_TILE_WIDTH][0] * factor,)
-    if by_pixel:
-        own[_PREDICTOR] = (1,)  # undone in `band_values`, which knows the distance
-    count = len(tags[places]) // (1 if by_pixel else bands.count)
+    planes = 1 if by_pixel else bands.count
+    count = len(tags[places]) // planes
     magic = b"II*\0" if bands.order == "<" else b"MM\0*"
-    for start in range(0, len(tags[places]) if not by_pixel else 1, count):
-        part = {tag: tags[tag][start : start + count] for tag in (places, sizes)}
+    for plane in range(planes):
+        part = {tag: tags[tag][plane * count : (plane + 1) * count] for tag in (places, sizes)}
         header = magic + struct.pack(f"{bands.order}I", len(content))
         yield header + content[8:] + _directory(bands.order, len(content), own | part)
 

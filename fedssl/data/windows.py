@@ -36,12 +36,13 @@ def window_of_arrays(arrays: Mapping[str, NDArray[Any]], window: Window | None, 
     )
 
 
-def window_of_files(files: Sequence[Path], values_of: Callable[[Path], NDArray[Any]]) -> Window:
-    """Return the window of up to 100 files; `values_of` returns a file's values [k, channels]."""
+def window_of_files(files: Sequence[Path], values_of: Callable[[Path], NDArray[Any]]) -> Window | None:
+    """Return the window of up to 100 files; `values_of` returns a file's values [k, channels], none of a broken one."""
     chosen = [values_of(file) for file in files[:: math.ceil(len(files) / _FILES)]]
     least = max(1, _VALUES // len(chosen))
     parts = [values[:: math.ceil(len(values) / least)] for values in chosen if len(values)]
-    return _window(np.concatenate(parts).T)
+    parts = [part for part in parts if part.shape[1] == parts[0].shape[1]]  # decoding refuses the others
+    return _window(np.concatenate(parts).T) if parts else None
 
 
 def _window(values: NDArray[Any]) -> Window:

@@ -158,7 +158,7 @@ def _read_arrays(path: Path, window: Window | None, channels: int) -> dict[str, 
     try:
         pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window, asked_for)
     except UserError as error:
-        raise UserError(str(error).replace("data.window=", "--window ")) from error
+        raise UserError(str(error).replace("data.window=", "--window ").replace("data.window", "--window")) from error
     named = zip(names, pixels.items(), strict=True)
     return {name: channels_first(array, text, asked_for) for name, (text, array) in named}
 

@@ -232,7 +232,7 @@ def stem_sentence(architecture: str, network: nn.Module) -> str | None:
     if architecture in _RESNETS or not has_small_image_stem(network):
         return None
     return (
-        f"{architecture} gets a 3x3 stem, as small images lose much in its own 7x7 stem, but a step takes about 13 "
+        f"{architecture} gets a 3x3 stem, as small images lose much in its own 7x7 stem, but a step takes 7 to 13 "
         "times as long: set model.stem=large for its own, or choose a smaller network such as small_resnet18"
     )
 

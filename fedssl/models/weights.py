@@ -27,7 +27,7 @@ class ModelOptions(Options):
     stem: Stem = Field(
         "auto",
         description="first layers of timm's ResNets: small (one 3x3 convolution, which keeps small details and takes "
-        "about 13 times as long), large (the architecture's own, of 7x7 with max-pool), or auto: small for images of "
+        "7 to 13 times as long), large (the architecture's own, of 7x7 with max-pool), or auto: small for images of "
         "at most 64 pixels",
     )
 
