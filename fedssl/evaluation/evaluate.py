@@ -94,6 +94,19 @@ def check_labels(dataset: Dataset, options: EvaluationOptions) -> None:
         )
 
 
+def check_colours(channels: int, options: EvaluationOptions) -> None:
+    """Raise a UserError where fine-tuning would change the colours of images that have other channels."""
+    protocol = options.semi_supervised_protocol.tuning(1.0) if options.semi_supervised else None
+    for key, tuning in (
+        ("semi_supervised_protocol.augmentation=none", protocol),
+        ("fine_tune.rand_augment=false", options.fine_tune.tuning() if options.fine_tune else None),
+    ):
+        if tuning is not None and tuning.augmentation == "rand_augment" and channels not in (1, 3):
+            raise UserError(
+                f"RandAugment is for images of 1 or 3 channels, and the images have {channels}: set evaluation.{key}"
+            )
+
+
 def measured_sample(dataset: Dataset, images: int | None, seed: int) -> Dataset:
     """Return the part of a dataset on which models are measured: at most so many images, half of them for testing.
 

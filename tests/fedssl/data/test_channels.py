@@ -13,7 +13,6 @@ from fedssl.data.image_kinds import BrokenImageError
 from fedssl.data.options import DataOptions
 from fedssl.data.pixels import parse_window
 from fedssl.errors import UserError
-from fedssl.evaluation.evaluate import in_channels
 from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder, read_encoder
 from fedssl.federation import build_federation
@@ -164,21 +163,21 @@ def test_other_refusals(tmp_path):
     jitter = five(tmp_path, random_pixels(30, 8, 8, 5)) | {"augmentation": {"flip": 0.0}}
     with pytest.raises(UserError, match=r"augmentation\.jitter_probability is 0\.8 .* the images have 5"):
         build_federation(parse_recipe(tiny_values(**AVERAGED, **jitter)))
-    with pytest.raises(UserError, match="the images have 5 channels, but the encoder takes 3"):
-        in_channels(torch.zeros(2, 5, 4, 4, dtype=torch.uint8), 3)
     np.save(tmp_path / "labels.npy", np.arange(3))
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     assert list_files(tmp_path)[0] == [tmp_path / "a.png"]  # beside images an array is no image
+    tuned = five(tmp_path, random_pixels(30, 8, 8, 5)) | {"evaluation": {"fine_tune": {}}}
+    with pytest.raises(UserError, match=r"the images have 5: set evaluation\.fine_tune\.rand_augment=false"):
+        build_federation(parse_recipe(tiny_values(**AVERAGED, **tuned)))
     assert parse_window("[0,1],[2,3]") == ((0, 1), (2, 3))
-    with pytest.raises(UserError, match=r"or \[LOW,HIGH\],\[LOW,HIGH\]"):
-        parse_window("[0,1],[2]")
 
 
 def test_a_run_on_five_channels_from_presets_to_features(tmp_path, finished):
     x = values_of("u2", 40, 8, 8, 5)
-    data = [f"data.name=npz data.path={save(tmp_path / 'x.npz', x=x)} data.window=percentiles rounds=1"]
-    small = "partition.clients=2 training.local_epochs=1 architectures=[small_convnet] objective.hidden_features=16"
-    recipe = load_recipe("fedbyol", " ".join([*data, small]).split())
+    keys = (
+        f"data.name=npz data.path={save(tmp_path / 'x.npz', x=x)} data.window=percentiles rounds=1 partition.clients=2"
+    )
+    recipe = load_recipe("fedbyol", [*keys.split(), "training.local_epochs=1", "architectures=[small_convnet]"])
     assert (recipe.augmentation.jitter_probability, recipe.augmentation.grayscale) == (0, 0)
     encoder = export_encoder(finished(recipe), tmp_path / "encoder")
     window = read_encoder(encoder).window
