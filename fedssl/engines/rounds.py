@@ -76,7 +76,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     observers.run_began(recipe, directory.path, first)
     try:
         for sentence in _told_before(federation) if first == 0 else ():
-            observers.warn(sentence)
+            observers.inform(sentence)
         for number in range(first, recipe.rounds + 1):
             started = time.perf_counter()
             if number == 0:

@@ -44,7 +44,7 @@ def test_a_run_says_what_it_measures_and_evaluate_measures_all(tmp_path, tiny):
     assert sample_sentence(dataset, 60, 0).startswith("models are measured on 60 of 300 training images (evaluation")
     recipe = tiny(rounds=1, evaluation={"images": 40, "linear": {"epochs": 1}}, **AVERAGED)
     told = []
-    observer = type("Told", (in_process.Observer,), {"warn": lambda self, text: told.append(text)})()
+    observer = type("Told", (in_process.Observer,), {"inform": lambda self, text: told.append(text)})()
     in_process.run(recipe, tmp_path / "run", observer)
     assert told[-1].startswith("models are measured on 20 of 120 training images and 20 of 60 test images (evaluation")
     assert read_run(tmp_path / "run").evaluated("knn", "after") % 5 == 0  # of 20 images
