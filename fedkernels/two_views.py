@@ -27,15 +27,16 @@ def two_views(
     A view is a crop resized bilinearly to the image's size, flipped, then colour jitter (brightness, contrast,
     saturation and hue), grayscale, Gaussian blur and solarisation, in BYOL's order (Grill et al. 2020, appendix B) and
     in torchvision's definitions. Each image draws its own order of the four operations of the jitter. Images of one
-    channel skip saturation, hue and grayscale. The blur's kernel is the odd number nearest to a tenth of the shorter
-    side, at least 3 (Chen et al. 2020, appendix A), and reflects the borders.
+    channel skip saturation, hue and grayscale; those of any number but one and three skip the jitter and grayscale. The
+    blur's kernel is the odd number nearest to a tenth of the shorter side, at least 3 (Chen et al. 2020, appendix A),
+    and reflects the borders.
 
     The random numbers are Philox4x32-10's (Salmon et al. 2011), counted by the sample's number, the view and the
     draw. So what is drawn for a view depends on `key`, the sample's number, the options and the image's size, and on
     nothing else: not on the batch, the number of threads, or the device. See `view_parameters`.
 
     Args:
-        images: uint8 [n, C, H, W] with C = 1 or 3 and sides of at least 2; any strides.
+        images: uint8 [n, C, H, W] with C of at least 1 and sides of at least 2; any strides.
         samples: int64 [n], the images' numbers in their client's data set, on the device of `images`.
         key: seed of the run, client, round and epoch.
         options: strength and probability of each operation.
@@ -103,8 +104,8 @@ def _check(images: Tensor, samples: Tensor, key: ViewKey, options: ViewOptions) 
         raise TypeError(f"images must be uint8 with values 0 to 255, got {images.dtype}")
     if images.layout != torch.strided:
         raise TypeError(f"images must be a dense tensor, got layout {images.layout}")
-    if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 2:
-        raise ValueError(f"images must have shape [n, 1 or 3, H, W] with sides of at least 2, got {list(images.shape)}")
+    if images.ndim != 4 or images.shape[1] < 1 or min(images.shape[2:]) < 2:
+        raise ValueError(f"images must have shape [n, C, H, W] with sides of at least 2, got {list(images.shape)}")
     key = _check_draws(samples, key, options)
     if samples.shape[0] != images.shape[0]:
         wanted, given = images.shape[0], samples.shape[0]

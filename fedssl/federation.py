@@ -155,6 +155,8 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
     device = device_named(recipe.device)
     check_precision(recipe.training.precision, device)
     images = dataset or load_dataset(recipe.data, recipe.seed)
+    if recipe.data.window == "percentiles":
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"window": images.window})})
     check_data(recipe, images)
     if owner is None:
         client_rows = deal(images, recipe.partition, recipe.seed)
@@ -224,7 +226,7 @@ def require_same_data(folder: Path, digests: Digests) -> None:
 
 def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: Mapping[str, Weights]) -> Model:
     channels, height, width = dataset.train_images.shape[1:]
-    encoder = build_encoder(architecture, channels, width, height)
+    encoder = build_encoder(architecture, channels, width, height, recipe.model.stem)
     if architecture in weights:
         load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
     return recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))

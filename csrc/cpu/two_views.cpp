@@ -350,9 +350,10 @@ struct View {
     const int64_t width = shape.width;
     Entry* const entries = (Entry*)target.entries;
     if (target.channels_last) {
-      Entry* const to = entries + y * width * C;
+      const int64_t channels = shape.channels;
+      Entry* const to = entries + y * width * channels;
       for (int64_t x = 0; x < width; ++x) {
-        for (int c = 0; c < C; ++c) store(to + x * C + c, rows[c][x] * 4 - 2);
+        for (int c = 0; c < C; ++c) store(to + x * channels + c, rows[c][x] * 4 - 2);
       }
     } else {
       for (int c = 0; c < C; ++c) {
@@ -430,8 +431,17 @@ void one_view(const ViewSource& source, const ViewShape& shape, const ViewOption
 
 void two_views(const ViewSource& source, const ViewShape& shape, const ViewOptions& options,
                const ViewParameters& drawn, const ViewTarget& target, float* workspace) {
-  if (shape.channels == 1) one_view<1>(source, shape, options, drawn, target, workspace);
-  else one_view<3>(source, shape, options, drawn, target, workspace);
+  if (shape.channels == 3) return one_view<3>(source, shape, options, drawn, target, workspace);
+  // Without jitter each channel is an image of its own.
+  ViewParameters alone = drawn;
+  // fault: && shape.channels == 1 ->
+  alone.jitter = drawn.jitter && shape.channels == 1;
+  const int64_t step = (target.channels_last ? 1 : shape.height * shape.width) * (target.bfloat16 ? 2 : 4);
+  for (int64_t c = 0; c < shape.channels; ++c) {
+    const ViewSource channel = {source.pixels + c * source.channel_stride, 0, source.row_stride, source.column_stride};
+    const ViewTarget there = {(char*)target.entries + c * step, target.bfloat16, target.channels_last};
+    one_view<1>(channel, shape, options, alone, there, workspace);
+  }
 }
 
 }  // namespace fedkernels::FEDKERNELS_ISA

@@ -13,7 +13,7 @@ struct ViewSource {
 };
 
 struct ViewShape {
-  int64_t channels, height, width;  // 1 or 3 channels
+  int64_t channels, height, width;
 };
 
 // A view is [channels, height, width] or, with channels_last, [height, width, channels], of float32 or bfloat16.
@@ -31,7 +31,7 @@ static inline int64_t view_pitch(int64_t width) { return (width + VIEW_PITCH - 1
 static inline int64_t view_workspace(const ViewShape& shape) {
   const int64_t pitch = view_pitch(shape.width), radius = blur_radius(shape.height, shape.width);
   const int64_t row = pitch + 2 * (radius + VIEW_PITCH) + 2 * VIEW_PITCH;
-  return shape.channels * (shape.height * pitch + 7 * row) + 4 * pitch + radius + 14 * 2 * 16;
+  return (shape.channels == 3 ? 3 : 1) * (shape.height * pitch + 7 * row) + 4 * pitch + radius + 14 * 2 * 16;
 }
 
 }  // namespace fedkernels
@@ -39,6 +39,7 @@ static inline int64_t view_workspace(const ViewShape& shape) {
 FEDKERNELS_DECLARE(view_parameters, void, PhiloxKey key, int64_t sample, uint32_t view, const ViewOptions& options,
                    int64_t height, int64_t width, ViewParameters* drawn)
 
-// An operation of the jitter whose strength is 0 is left out. `workspace` is aligned to 64 bytes.
+// An operation of the jitter whose strength is 0 is left out, and with other than 1 or 3 channels all of them and gray.
+// `workspace` is aligned to 64 bytes.
 FEDKERNELS_DECLARE(two_views, void, const ViewSource& source, const ViewShape& shape, const ViewOptions& options,
                    const ViewParameters& drawn, const ViewTarget& target, float* workspace)

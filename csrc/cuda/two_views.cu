@@ -1,5 +1,5 @@
-// One block a view, from the draws to the last write. The resized image lies in shared memory where it fits, else in a
-// place of the block's own in device memory; blocks then take one view after the other.
+// One block a view (each channel of it, unless there are three), from the draws to the last write. The resized image
+// lies in shared memory where it fits, else in device memory; blocks then take one view after the other.
 #include "cuda/two_views.h"
 
 #include "cuda/dtype.h"
@@ -34,7 +34,7 @@ __device__ inline void plan_view(const ViewBatch& batch, int64_t image, int view
   plan->drawn = draw_view(batch.key, batch.samples[image], view, batch.options, batch.height, batch.width);
   const ViewParameters& drawn = plan->drawn;
   int count = 0, early = -1;
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 4 && batch.channels == C; ++i) {
     const int operation = drawn.order[i];
     if (!drawn.jitter || batch.options.strengths[operation] == 0 || (C == 1 && operation > CONTRAST)) continue;
     if (operation == CONTRAST) early = count;
@@ -131,7 +131,7 @@ inline size_t tables_bytes(int height, int width) {
 }
 
 inline size_t plane_floats(const ViewBatch& batch) {
-  return static_cast<size_t>(batch.channels) * batch.height * batch.width;
+  return static_cast<size_t>(batch.channels == 3 ? 3 : 1) * batch.height * batch.width;
 }
 
 template <int C, typename Entry>
@@ -149,9 +149,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_WANTED) two_views_kernel(ViewB
   float* const plane = memory ? memory + static_cast<int64_t>(blockIdx.x) * C * area
                               : columns.weight + width + WARPS * width;  // [C, height, width]
 
-  for (int64_t index = blockIdx.x; index < 2 * batch.images; index += gridDim.x) {
-    const int64_t image = index / 2;
-    const int view = static_cast<int>(index % 2);
+  const int parts = batch.channels / C;
+  for (int64_t index = blockIdx.x; index < 2 * batch.images * parts; index += gridDim.x) {
+    const int64_t image = index / 2 / parts;
+    const int part = static_cast<int>(index / 2 % parts), view = static_cast<int>(index % 2);
     __syncthreads();  // the view before is written
     if (threadIdx.x == 0) plan_view<C>(batch, image, view, &plan);
     __syncthreads();
@@ -174,12 +175,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_WANTED) two_views_kernel(ViewB
     const int radius = plan.radius;
     const bool contrast = plan.early < plan.count;
 
-    Entry* const target = static_cast<Entry*>(batch.views[view]) + image * C * area;
+    Entry* const target = static_cast<Entry*>(batch.views[view]) + image * batch.channels * area +
+                          part * (batch.channels_last ? 1 : area);
     const auto finish = [&](int pixel, const float (&values)[C]) {
 #pragma unroll
       for (int c = 0; c < C; ++c) {
         const float value = drawn.solarize && values[c] >= 0.5f ? 1 - values[c] : values[c];
-        store(target + (batch.channels_last ? pixel * C + c : c * area + pixel), value * 4 - 2);
+        store(target + (batch.channels_last ? pixel * batch.channels + c : c * area + pixel), value * 4 - 2);
       }
     };
     const auto keep = [&](int pixel, const float (&values)[C]) {
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_WANTED) two_views_kernel(ViewB
     };
 
     // Resize, and what comes before the contrast.
-    const uint8_t* const source = batch.pixels + image * batch.strides[0];
+    const uint8_t* const source = batch.pixels + image * batch.strides[0] + part * batch.strides[1];
     const int64_t row_end = drawn.top + drawn.height - 1, column_end = drawn.left + drawn.width - 1;
     float sum = 0;
     for (int pixel = threadIdx.x; pixel < area; pixel += THREADS) {
@@ -266,7 +268,7 @@ struct Layout {
 
 inline Layout layout_of(const ViewBatch& batch) {
   const size_t tables = tables_bytes(batch.height, batch.width), plane = 4 * plane_floats(batch);
-  const int64_t views = 2 * batch.images;
+  const int64_t views = 2 * batch.images * (batch.channels == 3 ? 1 : batch.channels);
   // Of blocks that have a multiprocessor to themselves a part would wait for memory with nothing to do meanwhile.
   if (2 * (tables + plane) <= shared_limit() - (2 << 10)) return {static_cast<unsigned>(views), tables + plane, 0};
   const int64_t own = static_cast<int64_t>(plane_floats(batch));
@@ -299,6 +301,5 @@ extern "C" const char* cuda_two_views(const fedkernels::cuda::ViewBatch* batch, 
   if (batch->images == 0) return nullptr;
   const Layout layout = layout_of(*batch);
   float* const own = layout.memory ? memory : nullptr;
-  return batch->channels == 1 ? launch_for<1>(*batch, layout, own, stream)
-                              : launch_for<3>(*batch, layout, own, stream);
+  return (batch->channels == 3 ? launch_for<3> : launch_for<1>)(*batch, layout, own, stream);
 }

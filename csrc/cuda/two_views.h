@@ -14,7 +14,7 @@ struct ViewBatch {
   int64_t strides[4];
   const int64_t* samples;  // [images]
   int64_t images;
-  int channels, height, width;  // 1 or 3 channels
+  int channels, height, width;
   PhiloxKey key;
   ViewOptions options;
   void* views[2];  // [images, channels, height, width] or, with channels_last, [images, height, width, channels]

@@ -24,8 +24,8 @@ struct ViewArguments {
     STD_TORCH_CHECK(pixels.scalar_type() == ScalarType::Byte && pixels.dim() == 4, "images must be uint8 [n, C, H, W]");
     shape = {pixels.size(1), pixels.size(2), pixels.size(3)};
     images = pixels.size(0);
-    STD_TORCH_CHECK((shape.channels == 1 || shape.channels == 3) && shape.height >= 2 && shape.width >= 2,
-                    "images must have 1 or 3 channels and sides of at least 2");
+    STD_TORCH_CHECK(shape.channels >= 1 && shape.height >= 2 && shape.width >= 2,
+                    "images must have at least 1 channel and sides of at least 2");
     STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Long && numbers.dim() == 1 && numbers.size(0) == images &&
                         numbers.is_contiguous(),
                     "samples must be contiguous int64 [n]");

@@ -165,7 +165,8 @@ def _jitter(images: Tensor, drawn: ViewParameters, options: ViewOptions) -> Tens
     strengths = (options.brightness, options.contrast, options.saturation, options.hue)
     operations: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (_brightness, _contrast, _saturation, _hue)
     # An image of one channel is its own gray version: saturation and hue would not change it.
-    available = [index for index in range(4 if images.shape[1] == 3 else 2) if strengths[index] > 0]
+    operations_of = {1: 2, 3: 4}.get(images.shape[1], 0)
+    available = [index for index in range(operations_of) if strengths[index] > 0]
     for step, index in itertools.product(range(4), available):
         chosen = drawn.jitter & (drawn.order[:, step] == index)
         factors = drawn.factors[:, index, None, None, None]

@@ -26,6 +26,9 @@ class Augmentation(Part):
     #: whether it draws from torch's global generators
     uses_global_generators: ClassVar[bool] = True
 
+    def check_channels(self, channels: int) -> None:
+        """Raise UserError if the options do not go with images of so many channels."""
+
     @abstractmethod
     def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
         """Draw two random views of each image, float32 [n, C, H, W], normalised as by `fedssl.data.pixels.normalize`.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedkernels import ViewKey, ViewOptions, two_views
 
+from ..errors import UserError
 from .base import Augmentation
 
 _Probability = Annotated[float, Field(ge=0, le=1)]
@@ -25,6 +26,8 @@ class RandomViews(Augmentation):
     appendix A: probability 0.5, sigma 0.1 to 2, kernel a tenth of the side). The smallest crop of 0.2 of the area is
     that of MoCo v2, SimSiam and FedU2's released code; BYOL's 0.08 leaves 9x9 pixels of a 32x32 image. BYOL and MoCo v3
     solarise one view of two with probability 0.2. Here each view has the same probability, 0 by default.
+
+    Jitter and grayscale are for images of one or three channels; for others both probabilities must be 0.
 
     The views are those of `fedkernels.two_views`: an image's views depend on the key and on the image's number alone.
     """
@@ -66,6 +69,15 @@ class RandomViews(Augmentation):
     def view_options(self) -> ViewOptions:
         """Return the options as `fedkernels.two_views` takes them."""
         return ViewOptions(**{field.name: getattr(self, field.name) for field in fields(ViewOptions)})
+
+    def check_channels(self, channels: int) -> None:
+        if channels in (1, 3) or not (self.jitter_probability or self.grayscale):
+            return
+        raise UserError(
+            f"augmentation.jitter_probability is {self.jitter_probability:g} and augmentation.grayscale "
+            f"{self.grayscale:g}, but these are for images of 1 or 3 channels, and the images have {channels}: set "
+            "augmentation.jitter_probability=0 augmentation.grayscale=0"
+        )
 
     def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
         # the layout in which networks train (models/precision.py)

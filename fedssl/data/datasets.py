@@ -16,7 +16,7 @@ from .files import composed, expanded, first_line, kind_of, list_files, listed, 
 from .image_kinds import SMALLEST_SIDE
 from .npz import NpzArchive
 from .options import SOURCES, DataOptions
-from .pixels import channels_first, resize, to_uint8
+from .pixels import Window, channels_first, resize, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import Images, decode_images, images_of_rows
 
@@ -32,7 +32,7 @@ class Dataset:
     """Training, test and public images of one dataset, on the CPU.
 
     Attributes:
-        train_images: uint8 [n, C, H, W], C is 1 or 3; in memory, or in a file where they are larger than the memory.
+        train_images: uint8 [n, C, H, W], C is 1 to 32; in memory, or in a file where they are larger than the memory.
         train_labels: int64 [n], 0 to len(class_names) - 1; all 0 without labels.
         test_images, test_labels: the same for the test set, with the same C, H and W; without labels there may be none.
         class_names: a name for each label; empty for a dataset without labels.
@@ -41,6 +41,7 @@ class Dataset:
         train_targets, test_targets: 0 or 1, uint8 [n, labels], where an image has several labels instead of one class
             (ChestMNIST). They are for evaluation: for all else such images are without labels.
         columns: further values of each training image, such as its hospital, by the name of a table's column.
+        window: what brought pixels of more than 8 bits to 8 bits, with numbers in place of `percentiles`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Dataset:
     train_targets: Tensor | None = None
     test_targets: Tensor | None = None
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    window: Window | None = None
 
     @property
     def labelled(self) -> bool:
@@ -86,6 +88,9 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     """
     load: Callable[[DataOptions], Splits] = pkgutil.resolve_name(f"{__package__}.{SOURCES[options.name].loader}")
     splits = load(options)
+    options = options.model_copy(
+        update={"window": splits.window if options.window == "percentiles" else options.window}
+    )
     train, test = (_resized(split, options.image_size) for split in (splits.train, splits.test))
     validation = None if splits.validation is None else _resized(splits.validation, options.image_size)
     _require_usable_shapes(train, test=test, validation=validation)
@@ -117,6 +122,7 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         train_targets=train.targets,
         test_targets=test.targets,
         columns=train.columns,
+        window=options.window,
     )
 
 
@@ -196,7 +202,10 @@ def _require_usable_shapes(train: LabelledImages, **others: LabelledImages | Non
 
 
 def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
-    """Read `public_path` as uint8 [n, *shape]; gray images become RGB where the training images are in colour."""
+    """Read `public_path` as uint8 [n, *shape]; gray images become RGB where the training images are in colour.
+
+    Other numbers of channels must be those of the training images.
+    """
     assert options.public_path is not None
     path = expanded(options.public_path, "data.public_path")
     channels, height, width = shape
@@ -216,10 +225,13 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
         images = decode_images(sorted(files), options, height, width, in_memory=True)[0][:]
     else:
         images = _public_array(path, options)
-    if images.shape[1] == 3 and channels == 1:
+    if images.shape[1] != channels and (images.shape[1], channels) != (1, 3):
+        kinds = [
+            {1: "gray", 3: "in colour"}.get(count, f"of {count} channels") for count in (images.shape[1], channels)
+        ]
         raise UserError(
-            f"the public images of {printable(path)} are in colour but the training images are gray; "
-            "convert them to gray, or set data.public_holdout instead of data.public_path"
+            f"the public images of {printable(path)} are {kinds[0]} but the training images are {kinds[1]}; "
+            "convert them, or set data.public_holdout instead of data.public_path"
         )
     if images.shape[2:] != (height, width):
         images = resize(images, height, width)
@@ -237,7 +249,7 @@ def _public_array(path: Path, options: DataOptions) -> Tensor:
             )
         array = archive.read(keys[:1])[keys[0]]
     name = f"{printable(keys[0])} in {printable(path)}"
-    return channels_first(to_uint8({name: array}, options.window)[name], name)
+    return channels_first(to_uint8({name: array}, options.window, options.channels)[name], name, options.channels)
 
 
 def _hold_out(train: LabelledImages, count: int, seed: int) -> tuple[Tensor, LabelledImages]:

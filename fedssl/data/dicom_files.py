@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..errors import UserError, install_command
 from ..untrusted import printable
 from .image_kinds import BrokenImageError, ImageKind, require_size
-from .pixels import Window, apply_window
+from .pixels import Window, apply_window, windows_of
 
 _GROUPS = ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence")
 _WHOLE_TABLE = 65536  # entries, which a lookup table writes as 0
@@ -45,19 +45,20 @@ def dicom_pixels(file: Path, window: Window | None) -> NDArray[np.uint8]:
         shown = _through(own, values, stored)
     else:
         if window == "per_image":
-            window = _range_inside(stored, values)
+            inside = _inside(stored, values)
+            window = float(inside.min()), float(inside.max())
         elif window == "file" and kind.deep != "no":
             raise BrokenImageError("it names no window of its own; set data.window=[LOW,HIGH]")
         elif window is None or window == "file":
             window = "full"
-        shown = apply_window(values[None], window, kind.type_range)[0]
+        shown = apply_window(values[None], windows_of(window, 1)[0], kind.type_range)[0]
     return 255 - shown if kind.inverted else shown
 
 
-def dicom_range(file: Path) -> tuple[float, float]:
-    """Return the smallest and largest value of the first image, which is gray, in its unit."""
+def dicom_values(file: Path) -> NDArray[np.float64]:
+    """Return the values [k] of the first image, which is gray, in its unit and without padding."""
     stored = _read(file)
-    return _range_inside(stored, _with_unit(stored, _decoded(stored, file)[0]))
+    return _inside(stored, _with_unit(stored, _decoded(stored, file)[0]))
 
 
 def _read(file: Path, **options: Any) -> Any:
@@ -86,7 +87,7 @@ def _kind(stored: Any) -> ImageKind:
     has_unit = bool(stored.get("ModalityLUTSequence")) or _rescale(stored) != (1.0, 0.0)
     return ImageKind(
         (int(stored.Columns), int(stored.Rows)),
-        gray,
+        1 if gray else 3,
         "gray" if gray and (bits is None or bits > 8 or signed or has_unit) else "no",
         None if bits is None or not gray else _type_range(stored, int(bits), signed),
         int(stored.get("NumberOfFrames") or 1),
@@ -200,15 +201,15 @@ def _looked_up(values: NDArray[Any], descriptor: Any, data: Any, stored: Any) ->
     return entries[np.clip(np.rint(values).astype(np.int64) - first, 0, count - 1)]
 
 
-def _range_inside(stored: Any, values: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the smallest and largest value, without the padding around the image (C.7.5.1.1.2)."""
+def _inside(stored: Any, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the values [k] without the padding around the image (C.7.5.1.1.2); all where there is nothing else."""
     padding = stored.get("PixelPaddingValue")
     if padding is not None:
         limits = np.array([padding, stored.get("PixelPaddingRangeLimit", padding)])
         low, high = sorted(_with_unit(stored, limits))
         inside = values[(values < low) | (values > high)]
         values = inside if inside.size else values
-    return float(values.min()), float(values.max())
+    return values.reshape(-1)
 
 
 def _through(view: Any, values: NDArray[np.float64], stored: Any) -> NDArray[np.uint8]:

@@ -19,6 +19,9 @@ IMAGE_SUFFIXES = (
     *(".ppm", ".pgm", ".pbm", ".pnm", *DICOM_SUFFIXES),
 )
 
+#: of numpy's arrays, each of one image, which are read where a folder holds no other image file
+ARRAY_SUFFIX = ".npy"
+
 # What programs put beside images: macOS's archives, Synology's thumbnails, Windows's.
 _NAMES_OF_PROGRAMS = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
 
@@ -116,6 +119,9 @@ def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
         file = Path(inner, name)
         is_image = file.is_file() and (name.lower().endswith(IMAGE_SUFFIXES) or is_dicom(file))
         (images if is_image else others).append(file)
+    if not images:  # beside image files, arrays are labels or features
+        images = [file for file in others if file.suffix.lower() == ARRAY_SUFFIX and file.is_file()]
+        others = [file for file in others if file not in images]
     return images, others
 
 

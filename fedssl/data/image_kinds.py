@@ -19,23 +19,29 @@ class ImageKind:
 
     Attributes:
         size: width and height as they are stored, in pixels.
-        gray: whether it has one channel, apart from transparency.
+        channels: 1 for gray and 3 for colour, apart from transparency; as many as are stored where these are others, or
+            where `data.channels` asks for them.
         deep: "gray" where pixels need a window, as they have more than 8 bits, a sign or, in DICOM files, a unit
             (Hounsfield); "colour" where colours have more than 8 bits a channel, of which only the upper 8 are read.
-        type_range: of a gray image, the smallest and largest value of its type, with its unit; None for floats and for
-            8 bits of other files than DICOM.
+        type_range: of an image that needs a window, the smallest and largest value of its type, with its unit; None for
+            floats and for 8 bits of other files than DICOM.
         frames: how many images the file holds; the first one is used.
         has_window: whether it is a DICOM file whose author chose how it is shown.
         inverted: whether small values are bright: DICOM's MONOCHROME1, or a deep gray TIFF whose zero is white.
     """
 
     size: tuple[int, int]
-    gray: bool
+    channels: int
     deep: Literal["no", "gray", "colour"]
     type_range: tuple[float, float] | None
     frames: int
     has_window: bool = False
     inverted: bool = False
+
+    @property
+    def gray(self) -> bool:
+        """Return whether the image has one channel."""
+        return self.channels == 1
 
 
 def require_size(width: int, height: int) -> None:

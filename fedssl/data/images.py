@@ -15,7 +15,7 @@ from ..untrusted import printable
 from .files import composed, expanded, first_line, kind_of, list_files, listed, notify, notify_of_left_out, subfolders
 from .options import DataOptions
 from .splits import LabelledImages, Splits
-from .stored_images import decode_images, images_of_rows, report_broken
+from .stored_images import decode_images, images_of_rows, measured_window, report_broken
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def load_images(options: DataOptions) -> Splits:
     """Read a folder of images at `image_size` pixels a side.
 
     Where the folder holds train/ and test/, they are the splits. Otherwise all images are training images, but for a
-    fixed, stratified `test_fraction` of them where there are labels. They are gray if every file is gray, and else RGB.
+    fixed, stratified `test_fraction` of them where there are labels. Their channels are those of `decode_images`.
     """
     assert options.path is not None
     root = expanded(options.path, "data.path")
@@ -42,6 +42,8 @@ def load_images(options: DataOptions) -> Splits:
     if options.name == "images" and class_names and not test:
         train, test = _split_off_test(train, options.test_fraction)
     files = [*train, *test]
+    window = measured_window([file.path for file in train], options)
+    options = options.model_copy(update={"window": window})
     size = options.image_size or 32
     if options.name == "images" and options.image_size is None:
         notify(f"images are resized to {size} x {size} pixels; set data.image_size for another size")
@@ -61,7 +63,7 @@ def load_images(options: DataOptions) -> Splits:
         )
         for part in (slice(0, train_count), slice(train_count, None))
     )
-    return Splits(train_split, test_split, tuple(map(printable, class_names)))
+    return Splits(train_split, test_split, tuple(map(printable, class_names)), window=window)
 
 
 def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:

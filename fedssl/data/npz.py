@@ -1,10 +1,11 @@
 """Datasets in .npz files, whose arrays are checked before they are read."""
 
 import math
+import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from .options import DataOptions
 from .pixels import Window, channels_first, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import available_memory, readable_bytes
+from .windows import window_of_arrays
 
 _SHARE_OF_MEMORY = 0.5  # the clients' shares are copies
 _LONGEST_HEADER = 10_000  # bytes, as numpy limits it
@@ -37,18 +39,19 @@ def load_npz(options: DataOptions) -> Splits:
     and 1 are several labels an image: they are used in evaluation alone.
     """
     assert options.path is not None
-    path, window = expanded(options.path, "data.path"), options.window
+    path = expanded(options.path, "data.path")
     with NpzArchive(path) as archive:
         unlabelled_keys = _unlabelled_keys(archive.names)
         if unlabelled_keys:
-            train, *rest = map(unlabelled, _images(archive.read(unlabelled_keys), path, window))
-            return Splits(train, rest[0] if rest else unlabelled(train.images[:0]), ())
+            tensors, window = _images(archive.read(unlabelled_keys), path, options)
+            first, second = tensors[0], tensors[1] if len(tensors) > 1 else tensors[0][:0]
+            return Splits(unlabelled(first), unlabelled(second), (), window=window)
         keys = _split_keys(archive.names, path)
         names = ["class_names"] if "class_names" in archive.names else []
         arrays = archive.read([*(key for pair in keys for key in pair), *names])
 
     if all(_is_multi_label(arrays[label_key]) for _, label_key in keys):
-        return _with_several_labels(keys[:2], arrays, path, window)
+        return _with_several_labels(keys[:2], arrays, path, options)
     labels = []
     for image_key, label_key in keys:
         images, label_array = arrays[image_key], arrays[label_key]
@@ -58,16 +61,19 @@ def load_npz(options: DataOptions) -> Splits:
                 f"{printable(path)}: {image_key} has {len(images)} images but {label_key} has {len(label_array)} "
                 "labels; they must match"
             )
-    tensors = _images({key: arrays[key] for key, _ in keys}, path, window)
+    tensors, window = _images({key: arrays[key] for key, _ in keys}, path, options)
     train, test, *validation = (LabelledImages(*pair) for pair in zip(tensors, labels, strict=True))
     classes = 1 + int(max(label.max() for label in labels))
     class_names = _class_names(arrays.get("class_names"), classes, path)
-    return Splits(train, test, class_names, validation[0] if validation else None)
+    return Splits(train, test, class_names, validation[0] if validation else None, window)
 
 
-def _images(arrays: dict[str, NDArray[Any]], path: Path, window: Window | None) -> list[Tensor]:
-    pixels = to_uint8({f"{printable(key)} in {printable(path)}": array for key, array in arrays.items()}, window)
-    return [channels_first(array, name) for name, array in pixels.items()]
+def _images(arrays: dict[str, NDArray[Any]], path: Path, options: DataOptions) -> tuple[list[Tensor], Window | None]:
+    """Return images [n, C, H, W] and the window; `percentiles` is measured on the first array."""
+    named = {f"{printable(key)} in {printable(path)}": array for key, array in arrays.items()}
+    window = window_of_arrays(named, options.window, options.channels)
+    pixels = to_uint8(named, window, options.channels)
+    return [channels_first(array, name, options.channels) for name, array in pixels.items()], window
 
 
 def _unlabelled_keys(names: list[str]) -> list[str]:
@@ -103,7 +109,7 @@ def _is_multi_label(array: NDArray[Any]) -> bool:
 
 
 def _with_several_labels(
-    keys: list[tuple[str, str]], arrays: dict[str, NDArray[Any]], path: Path, window: Window | None
+    keys: list[tuple[str, str]], arrays: dict[str, NDArray[Any]], path: Path, options: DataOptions
 ) -> Splits:
     """Return images with several yes-or-no labels each, as ChestMNIST has them, without their validation split."""
     shapes = [arrays[label_key].shape for _, label_key in keys]
@@ -113,12 +119,12 @@ def _with_several_labels(
                 f"{printable(path)}: {label_key} has shape {list(shape)}; expected a line for each image of "
                 f"{image_key} and {shapes[0][1]} labels, as {keys[0][1]} has"
             )
-    images = _images({key: arrays[key] for key, _ in keys}, path, window)
+    images, window = _images({key: arrays[key] for key, _ in keys}, path, options)
     train, test = (
         unlabelled(part, torch.from_numpy(arrays[label_key].astype(np.uint8)))
         for part, (_, label_key) in zip(images, keys, strict=True)
     )
-    return Splits(train, test, ())
+    return Splits(train, test, (), window=window)
 
 
 def _to_labels(array: NDArray[Any], name: str) -> Tensor:
@@ -151,7 +157,10 @@ def _class_names(names: NDArray[Any] | None, classes: int, path: Path) -> tuple[
 
 
 class NpzArchive:
-    """An .npz file as a context manager, and its arrays' `names`; nothing is ever unpickled, as that can run code."""
+    """An .npz file as a context manager, and its arrays' `names`; nothing is ever unpickled, as that can run code.
+
+    An .npy file is read as an archive of one array, `x`.
+    """
 
     def __init__(self, path: Path):
         """Open the file, or raise a UserError where it cannot be read or is no .npz file."""
@@ -163,20 +172,25 @@ class NpzArchive:
             raise UserError(f"{shown} is a folder, not an .npz file; set data.path to a file, or data.name=folder")
         if kind == "special":
             raise UserError(f"{shown} is a pipe or a device, not an .npz file; copy the data into a file")
+        self._path = path
+        self._zip: zipfile.ZipFile | None = None
+        if _begins_as_npy(path):
+            self.names = ["x"]
+            return
         try:
             self._zip = zipfile.ZipFile(path)
         except PermissionError as error:
             raise UserError(f"{shown} cannot be read ({error.strerror}); check its permissions") from error
         except Exception as error:  # a damaged file makes zipfile raise errors of many types
-            what = "is a single array, not" if _begins_as_npy(path) else "cannot be read as"
-            raise UserError(f"{shown} {what} an .npz file; write it with numpy.savez_compressed") from error
+            raise UserError(f"{shown} cannot be read as an .npz file; write it with numpy.savez_compressed") from error
         self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
 
     def __enter__(self) -> "NpzArchive":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._zip.close()
+        if self._zip is not None:
+            self._zip.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an array, from its header alone."""
@@ -215,8 +229,7 @@ class NpzArchive:
     def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
         """Read an array's shape and type, and the number of bytes after its header."""
         try:
-            member = self._member(name)
-            with self._zip.open(member) as file:
+            with self._open(name) as file:
                 version = npy_format.read_magic(file)
                 if version == (1, 0):
                     shape, _, dtype = npy_format.read_array_header_1_0(file, _LONGEST_HEADER)
@@ -227,13 +240,14 @@ class NpzArchive:
                     raise ValueError(f"unknown version {version} of the .npy format")
                 if any(size < 0 for size in shape):
                     raise ValueError(f"invalid shape {shape}")
-                return shape, dtype, member.file_size - file.tell()
+                size = os.stat(self._path).st_size if self._zip is None else self._member(name).file_size
+                return shape, dtype, size - file.tell()
         except Exception as error:  # a damaged file makes zipfile, its decompressors and numpy raise many types
             raise self._corrupt(name, error) from error
 
     def _read_one(self, name: str) -> NDArray[Any]:
         try:
-            with self._zip.open(self._member(name)) as file:
+            with self._open(name) as file:
                 return npy_format.read_array(file, allow_pickle=False)
         except MemoryError as error:
             raise UserError(
@@ -242,7 +256,11 @@ class NpzArchive:
         except Exception as error:
             raise self._corrupt(name, error) from error
 
+    def _open(self, name: str) -> IO[bytes]:
+        return open(self._path, "rb") if self._zip is None else self._zip.open(self._member(name))
+
     def _member(self, name: str) -> zipfile.ZipInfo:
+        assert self._zip is not None
         return self._zip.getinfo(f"{name}.npy" if f"{name}.npy" in self._zip.namelist() else name)
 
     def _corrupt(self, name: str, error: Exception) -> UserError:

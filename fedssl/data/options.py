@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -45,6 +45,8 @@ SOURCES = {
     "folder": DataSource("images:load_images", path="a folder with train/ and test/", image_files=True),
     "none": DataSource("datasets:no_images"),
 }
+
+MOST_CHANNELS = 32
 
 if TYPE_CHECKING:
     DataName = str
@@ -117,11 +119,24 @@ class DataOptions(Options):
         description="GB of decoded image files that are held in memory; more are decoded once into a file under "
         "~/.cache/fedssl/decoded and read from there (default: a quarter of the available memory)",
     )
-    window: Literal["full", "per_image", "file"] | tuple[float, float] | None = Field(
+    channels: int | None = Field(
         None,
-        description="which pixel values become 0 and 255 where pixels have more than 8 bits: [low, high], or full (the "
-        "range of their type), or per_image (each image's own, which loses their brightness beside each other), or "
-        "file (what a DICOM file names itself)",
+        ge=1,
+        le=MOST_CHANNELS,
+        description="channels of each image, 1 to 32, for npz, images and folder: the bands or the pages of a TIFF, or "
+        "those of an array whose layout leaves them open (default: as stored, of a TIFF of several pages the first)",
+    )
+    window: (
+        Literal["full", "per_image", "file", "percentiles"]
+        | tuple[float, float]
+        | Annotated[tuple[tuple[float, float], ...], Field(min_length=1)]
+        | None
+    ) = Field(
+        None,
+        description="which pixel values become 0 and 255 where pixels have more than 8 bits: [low, high], or one such "
+        "pair for each channel, or percentiles (of each channel, 1 and 99 % of the training images' values; a run "
+        "records the numbers), or full (the range of their type), or per_image (each image's own, which loses their "
+        "brightness beside each other), or file (what a DICOM file names itself)",
     )
     broken: Literal["refuse", "skip"] = Field(
         "refuse", description="what to do where image files cannot be read: stop, or go on without them"
@@ -144,12 +159,17 @@ class DataOptions(Options):
             )
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")
-        if self.image_shape is not None and self.image_shape[0] not in (1, 3):
+        if self.image_shape is not None and self.image_shape[0] > MOST_CHANNELS:
             raise ValueError(
-                f"image_shape must be [channels, height, width] with 1 or 3 channels, got {[*self.image_shape]}"
+                f"image_shape must be [channels, height, width] with 1 to {MOST_CHANNELS} channels, got "
+                f"{[*self.image_shape]}"
             )
+        if self.channels is not None and not (source.image_files or self.name == "npz"):
+            raise ValueError(f"channels is for npz, images and folder, not for name={self.name}; leave it out")
         if self.labels is not None and self.name != "images":
             raise ValueError(f"labels is for name=images, not for name={self.name}; leave it out")
-        if isinstance(self.window, tuple) and not self.window[0] < self.window[1]:
-            raise ValueError(f"window must be [low, high] with low < high, got {list(self.window)}")
+        if isinstance(self.window, tuple):
+            pairs = self.window if isinstance(self.window[0], tuple) else (self.window,)
+            if not all(low < high for low, high in pairs):
+                raise ValueError(f"window must be [low, high] with low < high, got {self.window}")
         return self

@@ -1,7 +1,7 @@
 """Conversions of pixels: to 8 bits, to image tensors uint8 [n, C, H, W], to another size, and to a network's input."""
 
-import math
-from typing import Any, Literal
+import json
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from ..errors import UserError
 from .files import notify
+from .options import MOST_CHANNELS
 
-#: [low, high] become 0 and 255, as a radiologist's window does; `full` is the range of the pixels' type; `per_image` is
-#: each image's own smallest and largest value; `file` is the window that a DICOM file names itself
-Window = tuple[float, float] | Literal["full", "per_image", "file"]
+Limits = tuple[float, float]
+#: [low, high] become 0 and 255, as a radiologist's window does, also one pair for each channel; `full` is the range of
+#: the pixels' type; `per_image` is each image's own smallest and largest value; `file` is the window that a DICOM file
+#: names itself; `percentiles` is measured on the training images, see windows.py, and then one of the first two
+Window = Limits | tuple[Limits, ...] | Literal["full", "per_image", "file", "percentiles"]
 
 _NARROWEST = 1e-200  # a window of one value is a step from 0 to 255 above it, and its quotients stay finite
 _VALUES_AT_A_TIME = 2**22
@@ -25,10 +28,11 @@ def apply_window(
 ) -> NDArray[np.uint8]:
     """Scale finite pixels [n, ...] of any number type to 0..255; those outside the window become 0 or 255.
 
-    With `per_image` an image of one value becomes 0. `full` is from the smallest to the largest value of the stored
-    type, `type_range`, by default of the array's; floats without it raise ValueError.
+    The window is one for all channels, see `apply_windows`. With `per_image` an image of one value becomes 0. `full` is
+    from the smallest to the largest value of the stored type, `type_range`, by default of the array's; floats without
+    it raise ValueError.
     """
-    if window == "file":
+    if window in ("file", "percentiles"):
         raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
     if window == "full":
         if type_range is None and images.dtype.kind not in "iu":
@@ -48,21 +52,72 @@ def apply_window(
     return scaled
 
 
+def apply_windows(
+    images: NDArray[Any], window: Window, axis: int, type_range: Limits | None = None
+) -> NDArray[np.uint8]:
+    """Return `apply_window` of each channel with its own window; the channels [n, ...] lie along `axis`, 1 or later.
+
+    A single window holds for every channel; `per_image` is then each channel's own range, but of one or three channels,
+    which are colours, the image's. The wrong number of windows raises ValueError.
+    """
+    if images.shape[axis] in (1, 3) and not is_by_channel(window):
+        return apply_window(images, window, type_range)
+    windows = windows_of(window, images.shape[axis])
+    scaled = np.empty(images.shape, np.uint8)
+    for channel, one in enumerate(windows):
+        at: Any = (*[slice(None)] * axis, channel)
+        scaled[at] = apply_window(images[at], one, type_range)
+    return scaled
+
+
+def windows_of(window: Window, channels: int) -> tuple[Window, ...]:
+    """Return the window of each channel; raise ValueError where there is another number of them."""
+    if not is_by_channel(window):
+        return (window,) * channels
+    if len(window) != channels:
+        raise ValueError(
+            f"{channels} channels, but data.window has {len(window)} pairs; give one [LOW,HIGH] for all or for each"
+        )
+    return tuple(window)
+
+
+def is_by_channel(window: Window | None) -> TypeGuard[tuple[Limits, ...]]:
+    """Return True if a window has a pair for each channel."""
+    return isinstance(window, tuple) and isinstance(window[0], tuple)
+
+
+def wholly_outside(images: NDArray[Any], window: Window, axis: int | None) -> NDArray[np.bool_]:
+    """Return which images [n, ...] have no value inside a window of numbers, bool [n]; channels lie along `axis`.
+
+    A blank image, of one value a channel, does not count: it says nothing whatever the window is.
+    """
+    if not isinstance(window, tuple):
+        return np.zeros(len(images), bool)
+    axes = tuple(other for other in range(1, images.ndim) if other != axis)
+    least, most = images.min(axes).reshape(len(images), -1), images.max(axes).reshape(len(images), -1)
+    low, high = np.array(windows_of(window, least.shape[1])).T
+    return np.asarray(((most < low) | (least > high)).all(1) & (most > least).any(1))
+
+
 def parse_window(text: str) -> Window:
-    """Read a window as it is written on the command line: `0,4095`, `full` or `per_image`."""
+    """Read a window as it is written on the command line: `0,4095`, `[0,4095],[0,255]`, `full` or `per_image`."""
     if text == "full":
         return "full"
     if text == "per_image":
         return "per_image"
     try:
-        low, high = (float(value) for value in text.strip("[]").split(","))
-    except ValueError:
-        low = high = math.nan
-    if not low < high:
+        values = json.loads(f"[{text}]")
+        while len(values) == 1:
+            values = values[0]
+        pairs: list[Any] = [tuple(map(float, pair)) for pair in (values if isinstance(values[0], list) else [values])]
+        if not all(len(pair) == 2 and pair[0] < pair[1] for pair in pairs):
+            raise ValueError
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise UserError(
-            f"the window is {text!r}: expected LOW,HIGH with LOW < HIGH, such as 0,4095; or full, per_image"
-        )
-    return low, high
+            f"the window is {text!r}: expected LOW,HIGH with LOW < HIGH, such as 0,4095, or [LOW,HIGH],[LOW,HIGH],... "
+            "for each channel; or full, per_image"
+        ) from error
+    return pairs[0] if len(pairs) == 1 else tuple(pairs)
 
 
 def normalize(images: Tensor) -> Tensor:
@@ -75,22 +130,25 @@ def normalize(images: Tensor) -> Tensor:
     return images.float().mul_(4 / 255).sub_(2)
 
 
-def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> dict[str, NDArray[np.uint8]]:
+def to_uint8(
+    arrays: dict[str, NDArray[Any]], window: Window | None = None, channels: int | None = None
+) -> dict[str, NDArray[np.uint8]]:
     """Convert pixels [n, ...] to 0..255; `arrays` are by the name that error messages use.
 
-    Pixels of 8 bits stay as they are. Others are scaled by `window`. Without one, floats are in [0, 1] or in
-    [0, 255] and integers in 0..255. All float arrays share one scale, so that a dark test set is not brightened.
+    `channels` is that of `channel_axis`. Pixels of 8 bits stay as they are. Others are scaled by `window`. Without one,
+    floats are in [0, 1] or in [0, 255] and integers in 0..255. All float arrays share one scale, so that a dark test
+    set is not brightened.
     """
     for name, array in arrays.items():
-        _check_pixels(name, array, window)
+        require_pixels(name, array, window)
     brightest = max((float(array.max()) for array in arrays.values() if array.dtype.kind == "f"), default=0.0)
     float_scale = 255.0 if brightest <= 1.0 else 1.0
     converted = {}
     for name, array in arrays.items():
         if array.dtype == np.uint8:
             converted[name] = array
-        elif window is not None and _is_deep(array):
-            converted[name] = apply_window(array, window)
+        elif window is not None and is_deep(array):
+            converted[name] = _windowed(name, array, window, channels)
         elif array.dtype.kind == "f":
             converted[name] = np.rint(array.astype(np.float32) * float_scale).astype(np.uint8)
         else:
@@ -100,19 +158,41 @@ def to_uint8(arrays: dict[str, NDArray[Any]], window: Window | None = None) -> d
     return converted
 
 
-def _is_deep(array: NDArray[Any]) -> bool:
+def is_deep(array: NDArray[Any]) -> bool:
+    """Return True if pixels need a window where their values are not those of 8 bits."""
     return array.dtype.kind != "b" and array.dtype != np.uint8
 
 
-def _check_pixels(name: str, array: NDArray[Any], window: Window | None) -> None:
-    if window == "file" and _is_deep(array):
+def _windowed(name: str, array: NDArray[Any], window: Window, channels: int | None) -> NDArray[np.uint8]:
+    axis = None if array.ndim == 3 else channel_axis(array.shape, name, channels)
+    try:
+        outside = wholly_outside(array, window, axis) if array.dtype.kind == "f" else np.zeros(0, bool)
+        if outside.any():
+            first = int(outside.argmax())
+            raise UserError(
+                f"{name}: {int(outside.sum())} of {len(array)} images lie wholly outside data.window, and would be all "
+                f"black or white; the first is row {first}, of {array[first].min():g} to {array[first].max():g}; "
+                "correct data.window, or those images"
+            )
+        if axis is None:
+            return apply_window(array, windows_of(window, 1)[0])
+        return apply_windows(array, window, axis)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{name} has {error}") from error
+
+
+def require_pixels(name: str, array: NDArray[Any], window: Window | None = "percentiles") -> None:
+    """Raise a UserError, which begins with `name`, unless an array holds images that a window can bring to 8 bits."""
+    if window == "file" and is_deep(array):
         raise UserError(f"{name} names no window of its own, as a DICOM file does; set data.window=[LOW,HIGH]")
     if array.dtype.kind not in "iubf":
         raise UserError(f"{name} has type {array.dtype}; pixels must be uint8 (or floats in [0, 1] or [0, 255])")
     if array.size == 0:
         raise UserError(f"{name} is empty (shape {list(array.shape)}); at least one image is needed")
     if array.ndim not in (3, 4):
-        raise _wrong_shape(name, array)
+        raise _wrong_shape(name, array.shape)
     if array.dtype.kind == "f":
         not_finite = array.size - int(np.isfinite(array).sum())
         if not_finite > 0:
@@ -126,26 +206,48 @@ def _check_pixels(name: str, array: NDArray[Any], window: Window | None) -> None
         raise UserError(
             f"{name} has pixels from {low:g} to {high:g}; expected uint8, or floats in [0, 1] or [0, 255]; set "
             f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
-            "of the type), or data.window=per_image"
+            "of the type), or data.window=per_image, or data.window=percentiles (of each channel, 1 to 99 %)"
         )
 
 
-def channels_first(array: NDArray[Any], name: str) -> Tensor:
-    """Convert [n, H, W], [n, H, W, C] or [n, C, H, W] with 1 or 3 channels to a tensor [n, C, H, W].
-
-    Where both layouts with channels fit, the array is read as [n, H, W, C]. Errors of other shapes begin with `name`.
-    """
-    if array.ndim == 3:
+def channels_first(array: NDArray[Any], name: str, channels: int | None = None) -> Tensor:
+    """Convert [n, H, W], [n, H, W, C] or [n, C, H, W] to a tensor [n, C, H, W], see `channel_axis`."""
+    if array.ndim == 3 and channels in (None, 1):
         array = array[:, None]
-    elif array.ndim == 4 and array.shape[3] in (1, 3):
+    elif channel_axis(array.shape, name, channels) == 3:
         array = array.transpose(0, 3, 1, 2)
-    elif not (array.ndim == 4 and array.shape[1] in (1, 3)):
-        raise _wrong_shape(name, array)
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _wrong_shape(name: str, array: NDArray[Any]) -> UserError:
-    return UserError(f"{name} has shape {list(array.shape)}; expected [n, H, W] or [n, H, W, C] with 1 or 3 channels")
+def channel_axis(shape: tuple[int, ...], name: str, channels: int | None = None) -> int:
+    """Return where images of a shape have their channels: 3 for [n, H, W, C], 1 for [n, C, H, W].
+
+    There are 1 to 32 channels, or `channels`. Where both layouts fit, one or three channels go first, then squares,
+    then the layout of fewer channels; if `channels` is given, [n, H, W, C]. A UserError, which begins with `name`, is
+    raised where none fits, or where nothing decides.
+    """
+    fits = [axis for axis in (3, 1) if len(shape) == 4 and 1 <= shape[axis] <= MOST_CHANNELS]
+    if channels is not None:
+        fits = [axis for axis in fits if shape[axis] == channels]
+    if not fits:
+        raise _wrong_shape(name, shape, channels)
+    if channels is not None or len(fits) == 1:
+        return fits[0]
+    if usual := [axis for axis in fits if shape[axis] in (1, 3)]:
+        return usual[0]
+    if squares := [axis for axis in fits if shape[4 - axis] == shape[2]]:
+        fits = squares
+    if len(fits) == 2 and shape[1] == shape[3]:
+        raise UserError(
+            f"{name} has shape {list(shape)}, which may be [n, H, W, C] or [n, C, H, W]; set data.channels={shape[3]} "
+            "to read it as [n, H, W, C]"
+        )
+    return min(fits, key=lambda axis: shape[axis])
+
+
+def _wrong_shape(name: str, shape: tuple[int, ...], channels: int | None = None) -> UserError:
+    wanted = f"1 to {MOST_CHANNELS} channels" if channels is None else f"data.channels={channels}"
+    return UserError(f"{name} has shape {list(shape)}; expected [n, H, W], [n, H, W, C] or [n, C, H, W] with {wanted}")
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:

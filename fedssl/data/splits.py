@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .pixels import Window
 from .stored_images import Images, images_of_rows
 
 
@@ -14,7 +15,7 @@ class LabelledImages:
     """One split.
 
     Attributes:
-        images: uint8 [n, C, H, W] with C of 1 or 3.
+        images: uint8 [n, C, H, W] with C of 1 to 32.
         labels: int64 [n] from 0; all 0 where the dataset has no labels.
         targets: 0 or 1, uint8 [n, labels], where an image has several labels and no class; for evaluation alone.
         columns: further values of each image, such as its hospital, by the name of a table's column.
@@ -35,12 +36,16 @@ class LabelledImages:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """One dataset's splits; without labels the test split may be empty, and `class_names` is."""
+    """One dataset's splits; without labels the test split may be empty, and `class_names` is.
+
+    `window` is what brought pixels of more than 8 bits to 8 bits, with numbers in place of `percentiles`.
+    """
 
     train: LabelledImages
     test: LabelledImages
     class_names: tuple[str, ...]
     validation: LabelledImages | None = None
+    window: Window | None = None
 
 
 def unlabelled(images: Images, targets: Tensor | None = None) -> LabelledImages:

@@ -30,9 +30,10 @@ from ..errors import UserError
 from ..run_folder.storage import make_folder, write_atomically, writing
 from ..untrusted import printable
 from .files import listed, notify
-from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, value_range
+from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, stored_values
 from .options import DataOptions
-from .pixels import Window
+from .pixels import Window, is_by_channel
+from .windows import window_of_files
 
 _CACHE_VERSION = 2  # to be raised when a file's pixels come to mean something else
 _DECODERS = ("gdcm", "pylibjpeg", "libjpeg", "openjpeg")  # what pydicom may find
@@ -200,40 +201,65 @@ def decode_images(
     What takes more than `options.memory_limit` is decoded into a file, once, unless `in_memory` is True.
 
     Returns:
-        uint8 [n, C, H, W], where C is 1 if every file is gray and else 3; and which of the files they are, ascending,
-        which is all of them unless broken ones are skipped.
+        uint8 [n, C, H, W], where C is `options.channels`, or else 1 if every file is gray, the files' own number where
+        that is neither 1 nor 3, and else 3; and which of the files they are, ascending, which is all of them unless
+        broken ones are skipped.
 
     Raises:
-        UserError: files are broken, none is left, the window does not suit them, or the disk has no room.
+        UserError: files are broken, none is left, their channels differ, the window does not suit them, or the disk has
+            no room.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of files that are read all the same or named as broken
         limit = _SHARE_OF_MEMORY * available_memory() if options.memory_limit is None else options.memory_limit * 1e9
         cache = None
-        if not in_memory and len(files) * 3 * height * width > limit:
-            cache = _cache_path(files, f"{height} {width} {options.window}")
+        if not in_memory and len(files) * max(3, options.channels or 3) * height * width > limit:
+            asked_for = "" if options.channels is None else f" {options.channels}"
+            cache = _cache_path(files, f"{height} {width} {options.window}{asked_for}")
             cached = _read_cache(cache)
             if cached is not None:
                 stored, kept, faults = cached
                 report_broken(files, faults, options.broken)
                 return stored, kept
-        kinds, faults = _read_headers(files, options.window)
+        kinds, faults = _read_headers(files, options)
         readable = {index: files[index] for index in kinds}
-        shape = 1 if all(kind.gray for kind in kinds.values()) else 3, height, width
+        shape = _channels_of(files, kinds, options), height, width
         needed = len(readable) * math.prod(shape)
         if cache is None or needed <= limit:  # gray images take a third
             images = torch.empty((len(readable), *shape), dtype=torch.uint8)
             rows = iter(images.numpy())
-            kept = _decode(readable, shape, options.window, faults, lambda pixels: np.copyto(next(rows), pixels))
+            kept = _decode(readable, shape, options, faults, lambda pixels: np.copyto(next(rows), pixels))
             report_broken(files, faults, options.broken)
             return images[: len(kept)], kept
         notify(f"decoding {len(readable):,} images once, into {printable(cache)} ({readable_bytes(needed)})")
         with _new_file(cache, needed) as file:
-            kept = _decode(readable, shape, options.window, faults, lambda pixels: file.write(pixels.tobytes()))
+            kept = _decode(readable, shape, options, faults, lambda pixels: file.write(pixels.tobytes()))
             report_broken(files, faults, options.broken)
         described = {"shape": shape, "kept": kept, "faults": faults}
         write_atomically(cache.with_suffix(".json"), json.dumps(described).encode())
         return open_stored_images(cache, shape, len(kept)), kept
+
+
+def measured_window(files: Sequence[Path], options: DataOptions) -> Window | None:
+    """Return the window of the options; that of percentiles as the numbers of the training images' files."""
+    if options.window != "percentiles":
+        return options.window
+    needing = [file for file in files if _needs_window(file, options.channels)]
+
+    def values(file: Path) -> NDArray[Any]:
+        try:
+            return stored_values(file, options.channels)
+        except BrokenImageError:
+            return np.empty((0, 1))  # decoding names it
+
+    return window_of_files(needing, values) if needing else None
+
+
+def _needs_window(file: Path, channels: int | None) -> bool:
+    with suppress(BrokenImageError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return image_kind(file, channels).deep == "gray"
+    return False
 
 
 def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
@@ -306,40 +332,66 @@ def report_broken(files: Sequence[Path], faults: dict[int, str], broken: Literal
     notify(f"{which}; skipped")
 
 
-def _read_headers(files: Sequence[Path], window: Window | None) -> tuple[dict[int, ImageKind], dict[int, str]]:
+def _channels_of(files: Sequence[Path], kinds: dict[int, ImageKind], options: DataOptions) -> int:
+    """Return the number of channels of all images; a UserError names two files whose numbers do not go together."""
+    first: dict[int, Path] = {}
+    for index, kind in kinds.items():
+        first.setdefault(kind.channels, files[index])
+    channels = options.channels or (3 if first.keys() <= {1, 3} and 3 in first else next(iter(first), 1))
+    if options.channels is None and len(first) > 1 and not first.keys() <= {1, 3}:
+        (count, file), (other_count, other) = list(first.items())[:2]
+        raise UserError(
+            f"{printable(file)} has {count} channels and {printable(other)} {other_count}; expected one number in a "
+            "folder: keep the files of one kind, or set data.channels to the number to read, with data.broken=skip"
+        )
+    window, deep = options.window, any(kind.deep != "no" for kind in kinds.values())
+    if is_by_channel(window) and len(window) != channels and deep:
+        raise UserError(
+            f"data.window has {len(window)} pairs, but the images have {channels} channels; give one [LOW,HIGH] for "
+            "all, or one for each"
+        )
+    return channels
+
+
+def _read_headers(files: Sequence[Path], options: DataOptions) -> tuple[dict[int, ImageKind], dict[int, str]]:
     """Return the kinds of the files by index, and the reasons of those that cannot be read."""
     kinds: dict[int, ImageKind] = {}
     faults: dict[int, str] = {}
     for index, file in enumerate(files):
         try:
-            kinds[index] = image_kind(file)
+            kinds[index] = image_kind(file, options.channels)
         except BrokenImageError as error:
             faults[index] = str(error)
-    _check_window(files, kinds, window)
+    _check_window(files, kinds, options)
     several = [str(files[index]) for index, kind in kinds.items() if kind.frames > 1]
     if several:
         what = "1 file holds" if len(several) == 1 else f"{len(several):,} files hold"
-        notify(f"{what} several images, of which the first is used: {listed(several, _MOST_NAMED)}")
+        notify(
+            f"{what} several images, of which the first is used: {listed(several, _MOST_NAMED)}; where the pages of a "
+            "TIFF are its channels, set data.channels to their number"
+        )
     return kinds, faults
 
 
-def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], window: Window | None) -> None:
+def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], options: DataOptions) -> None:
     """Raise a UserError if files have more than 8 bits a channel, and the window does not say what to do."""
+    window = options.window
     colour = [index for index, kind in kinds.items() if kind.deep == "colour"]
     if colour and window != "full":
         raise UserError(
             f"{printable(files[colour[0]])} has colours of 16 bits, of which only the upper 8 bits can be read; set "
-            "data.window=full if that is meant, or convert the files to 8 bits a channel"
+            "data.window=full if that is meant, or data.channels=3 for TIFFs, whose bits are then all read, or convert "
+            "the files to 8 bits a channel"
         )
     gray = [index for index, kind in kinds.items() if kind.deep == "gray"]
     if gray and window is None:
-        first, low, high = _range_of_values([files[index] for index in gray])
+        first, low, high = _range_of_values([files[index] for index in gray], options.channels)
         own = ", or data.window=file (what each DICOM file names)" if kinds[gray[0]].has_window else ""
         raise UserError(
             f"{printable(first)} has pixels of more than 8 bits, as {len(gray)} of {len(files)} files have (values "
             f"{low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); set "
             f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
-            f"of the type), or data.window=per_image{own}"
+            f"of the type), or data.window=per_image, or data.window=percentiles (of each channel, 1 to 99 %){own}"
         )
     without = [index for index in gray if not kinds[index].has_window]
     if without and window == "file":
@@ -355,12 +407,13 @@ def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], window: Wi
         )
 
 
-def _range_of_values(files: Sequence[Path]) -> tuple[Path, float, float]:
+def _range_of_values(files: Sequence[Path], channels: int | None) -> tuple[Path, float, float]:
     """Return the first file that can be read, and the smallest and largest pixel value of the first files."""
     ranges = {}
     for file in files[:_FILES_FOR_RANGE]:
         try:
-            ranges[file] = value_range(file)
+            values = stored_values(file, channels)
+            ranges[file] = float(values.min()), float(values.max())
         except BrokenImageError as error:
             reason = str(error)
     if not ranges:
@@ -369,7 +422,7 @@ def _range_of_values(files: Sequence[Path]) -> tuple[Path, float, float]:
 
 
 def _decode(
-    readable: dict[int, Path], shape: tuple[int, int, int], window: Window | None, faults: dict[int, str], store: _Store
+    readable: dict[int, Path], shape: tuple[int, int, int], options: DataOptions, faults: dict[int, str], store: _Store
 ) -> list[int]:
     """Give the pixels of the files to `store` in order, and return the indices of those that can be read.
 
@@ -379,7 +432,7 @@ def _decode(
 
     def read(index: int) -> NDArray[np.uint8] | str:
         try:
-            return read_pixels(readable[index], height, width, channels, window)
+            return read_pixels(readable[index], height, width, channels, options.window, options.channels)
         except BrokenImageError as error:
             return str(error)
 

@@ -28,7 +28,7 @@ class DataSummary:
 
     Attributes:
         images: how many there are; 0 where that is unknown.
-        channels: 1 where all are grey, else 3.
+        channels: 1 where all are grey, 3 in colour, or another number.
         side: their shorter side in pixels; of image files, the side to which they are brought.
         labelled: whether they have labels.
         from_files: whether they are image files, which have to be brought to one size.
@@ -67,15 +67,21 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
             raise UserError(f"data.path: there is no file or folder {printable(path)}")
         if kind != ("folder" if source.image_files else "file"):
             return None
-        known = _of_files(path, data) if source.image_files else _of_npz(path)
+        known = _of_files(path, data) if source.image_files else _of_npz(path, _asked_for(data))
     size, limit = data.get("image_size"), data.get("train_limit")
     side = size if isinstance(size, int) and size > 0 else known.side
     images = min(known.images, limit) if isinstance(limit, int) and limit > 0 else known.images
     return replace(known, images=images, side=side)
 
 
-def _of_npz(path: Path) -> DataSummary:
+def _asked_for(data: Mapping[str, Any]) -> int | None:
+    channels = data.get("channels")
+    return channels if isinstance(channels, int) else None
+
+
+def _of_npz(path: Path, channels: int | None) -> DataSummary:
     from .npz import NpzArchive
+    from .pixels import channel_axis
 
     with NpzArchive(path) as archive:
         names = archive.names
@@ -83,11 +89,9 @@ def _of_npz(path: Path) -> DataSummary:
         if chosen is None:
             raise UserError(f"data.path: {path} holds none of the arrays {', '.join(_IMAGE_KEYS)}")
         shape = archive.shape(chosen)
-    if len(shape) not in (3, 4):
-        raise UserError(f"data.path: {chosen} in {path} has shape {list(shape)}; expected [n, H, W] or [n, H, W, C]")
     if len(shape) == 3:
         channels, height, width = 1, shape[1], shape[2]
-    elif shape[3] in (1, 3):
+    elif channel_axis(shape, f"data.path: {chosen} in {path}", channels) == 3:
         height, width, channels = shape[1:]
     else:
         channels, height, width = shape[1:]
@@ -101,14 +105,14 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     files, _ = list_files(path / "train" if (path / "train").is_dir() else path)
     if not files:
         raise UserError(f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}")
-    sizes, channels = [], 1
+    sizes, channels = [], 0
     for file in files[:: -(-len(files) // _SAMPLED)]:
         try:
-            kind = image_kind(file)
+            kind = image_kind(file, _asked_for(data))
         except BrokenImageError:
             continue  # loading the data names the files that cannot be read
         sizes.append(kind.size)
-        channels = channels if kind.gray else 3
+        channels = max(channels, kind.channels)
     one_square = len(set(sizes)) == 1 and _LEAST_SIDE <= sizes[0][0] == sizes[0][1] <= _SIZES[-1]
     shorter = sorted(min(size) for size in sizes) or [_SIZES[-1]]
     median = shorter[len(shorter) // 2]
@@ -118,4 +122,4 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     count = len(files)
     if labelled and not (path / "test").is_dir():
         count -= round(count * DataOptions.model_fields["test_fraction"].default)  # those become the test set
-    return DataSummary(count, channels, side, labelled, from_files=True)
+    return DataSummary(count, _asked_for(data) or channels or 1, side, labelled, from_files=True)

@@ -58,6 +58,10 @@ def _run(federation: Federation, directory: RunDirectory, observer: Observer) ->
         return run_rounds(federation, directory, observer, clients)
 
 
+#: a model's measures by name, and its spectrum
+_Measured = tuple[dict[str, float], Tensor]
+
+
 class ClientStates:
     """The clients' states, in the run's folder; with place "memory" also in memory, which spares reading the files."""
 
@@ -94,6 +98,7 @@ class LocalClients(Clients):
         self._federation, self._observer = federation, observer
         self._states = ClientStates(directory, federation.recipe.client_states)
         self._trainer = trainer or ClientTrainer(federation)
+        self._measured: dict[int, _Measured] = {}  # between rounds; of clients that have not trained since
 
     def discard(self, index: int) -> None:
         self._states.discard(index)
@@ -107,11 +112,19 @@ class LocalClients(Clients):
             self._observer.client_began(number, k, position, len(sent))
             replies[k], state = self._trainer.train(k, self._states.load(k), sent[k], number)
             self._states.store(k, number, state)
+            self._measured.pop(k, None)
         return replies, {}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
+        known = self._known(number)
         for k in range(len(self._federation.client_rows)):
-            yield k, *self._trainer.evaluate(k, self._states.load(k), number)
+            if k not in known:
+                known[k] = self._trainer.evaluate(k, self._states.load(k), number)
+            yield k, *known[k]
+
+    def _known(self, number: int) -> dict[int, _Measured]:
+        """Return where measures of unchanged models are kept: before and after training more is measured."""
+        return self._measured if 0 < number < self._federation.recipe.rounds else {}
 
 
 class ParallelClients(LocalClients):
@@ -136,14 +149,19 @@ class ParallelClients(LocalClients):
         for k, (reply, state) in self._results(sent, training):
             replies[k] = workers.unpack(reply)
             self._states.store(k, number, workers.unpack(state))
+            self._measured.pop(k, None)
         return {k: replies[k] for k in sent}, {}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         clients = range(len(self._federation.client_rows))
-        evaluated = dict(self._results(clients, lambda k: Task(k, number, workers.pack(self._states.load(k)))))
+        known = self._known(number)
+        unknown = [k for k in clients if k not in known]
+        for k, (measures, spectrum) in self._results(
+            unknown, lambda k: Task(k, number, workers.pack(self._states.load(k)))
+        ):
+            known[k] = measures, workers.unpack_tensor(spectrum)
         for k in clients:
-            measures, spectrum = evaluated.pop(k)
-            yield k, measures, workers.unpack_tensor(spectrum)
+            yield k, *known[k]
 
     def _results(self, clients: Iterable[int], task: Callable[[int], Task]) -> Iterator[tuple[int, Any]]:
         """Yield each client with its task's result, in the order in which the workers are ready.

@@ -46,6 +46,9 @@ class Observer:
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
         """Handle a committed round; `rows` are its rows of metrics.csv, as (round, client, metric, value)."""
 
+    def inform(self, text: str) -> None:
+        """Handle a sentence about what the run does, after `run_began` of a new run."""
+
     def warn(self, text: str) -> None:
         """Handle a warning, such as about a client whose answer was left out."""
 
@@ -84,6 +87,10 @@ class Observers(Observer):
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
         for observer in self._observers:
             observer.round_ended(number, rows)
+
+    def inform(self, text: str) -> None:
+        for observer in self._observers:
+            observer.inform(text)
 
     def warn(self, text: str) -> None:
         for observer in self._observers:

@@ -14,12 +14,14 @@ from torch import Tensor
 from ..client import Client
 from ..data.digests import DATA_DIGESTS, digests_text
 from ..errors import UserError
-from ..evaluation.evaluate import evaluate_downstream, evaluate_model
+from ..evaluation.evaluate import evaluate_downstream, evaluate_model, sample_sentence
 from ..federation import Federation
 from ..guard import refused_in
 from ..messages import Message
+from ..models.encoders import stem_sentence
 from ..models.model import Model
 from ..randomness import deterministic_on, seed_for
+from ..recipe.presets import PAPER
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, MetricRow, RunDirectory
 from ..run_folder.failed_step import write_failed_step
@@ -74,6 +76,8 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     observers = Observers([TensorBoard(), observer])
     observers.run_began(recipe, directory.path, first)
     try:
+        for sentence in _told_before(federation) if first == 0 else ():
+            observers.inform(sentence)
         for number in range(first, recipe.rounds + 1):
             started = time.perf_counter()
             if number == 0:
@@ -94,6 +98,17 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     finally:
         observers.run_ended(finished=directory.checkpoint.finished)
     return directory
+
+
+def _told_before(federation: Federation) -> Iterator[str]:
+    """Yield what a user should know before a run that takes long: costly stems, and what is measured."""
+    recipe, dataset = federation.recipe, federation.dataset
+    for k, architecture in enumerate(dict.fromkeys(recipe.architectures)):
+        if recipe.model.stem == "auto" and not recipe.preset.startswith(PAPER):
+            sentence = stem_sentence(architecture, federation.new_model(k).encoder)
+            yield from [sentence] if sentence else []
+    if len(dataset.measured_images):
+        yield sample_sentence(dataset, recipe.evaluation.images, seed_for(recipe.seed, "evaluation"))
 
 
 def _opening(federation: Federation, clients: Clients, observer: Observer) -> _Outcome:

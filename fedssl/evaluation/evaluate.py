@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field, field_validator
@@ -17,12 +17,12 @@ from ..augmentations.base import Augmentation, draw_views
 from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset, load_dataset
 from ..data.options import DataOptions
-from ..data.stored_images import Images
+from ..data.stored_images import Images, images_of_rows
 from ..errors import UserError
 from ..models.encoders import probe
 from ..models.model import CLASSIFIER, Model
 from ..options import Options
-from ..randomness import seed_for
+from ..randomness import generator_for, seed_for
 from .features import extract_features, extract_view_features, measured_on
 from .fine_tuning import (
     FineTuneOptions,
@@ -37,6 +37,7 @@ from .metrics import DOWNSTREAM, MeasuredImages, knn_accuracy, measured_values, 
 AnyImages = TypeVar("AnyImages", bound=Images)
 
 _VIEWED_IMAGES = 1000  # alignment compares two views of so many images
+_IMAGES_PER_VIEWED = 4  # of a sample
 _VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
 
 
@@ -44,6 +45,13 @@ class EvaluationOptions(Options):
     """The evaluation of models. kNN and linear evaluation use the labelled training images."""
 
     every: int = Field(0, ge=0, description="rounds between kNN evaluations; 0 evaluates before and after training")
+    images: int | None = Field(
+        None,
+        ge=2,
+        description="most images that a model is measured on, training and test images together, drawn by the seed "
+        "with each class in its share; null measures on all. Presets choose a number for images of your own, so that "
+        "measuring takes at most about 5 % of a run; fine-tuning and fedssl evaluate use all images",
+    )
     neighbors: int = Field(
         20, ge=1, description="training images that vote in the kNN evaluation; 200 in FedU2's and EasyFL's code"
     )
@@ -86,6 +94,65 @@ def check_labels(dataset: Dataset, options: EvaluationOptions) -> None:
         )
 
 
+def check_colours(channels: int, options: EvaluationOptions) -> None:
+    """Raise a UserError where fine-tuning would change the colours of images that have other channels."""
+    protocol = options.semi_supervised_protocol.tuning(1.0) if options.semi_supervised else None
+    for key, tuning in (
+        ("semi_supervised_protocol.augmentation=none", protocol),
+        ("fine_tune.rand_augment=false", options.fine_tune.tuning() if options.fine_tune else None),
+    ):
+        if tuning is not None and tuning.augmentation == "rand_augment" and channels not in (1, 3):
+            raise UserError(
+                f"RandAugment is for images of 1 or 3 channels, and the images have {channels}: set evaluation.{key}"
+            )
+
+
+def measured_sample(dataset: Dataset, images: int | None, seed: int) -> Dataset:
+    """Return the part of a dataset on which models are measured: at most so many images, half of them for testing.
+
+    Each class has its share, within one image. Without classes or several labels an image, only those images are drawn
+    that take the place of the test images. `images` of None, or of no fewer than there are, returns the dataset.
+    """
+    with_training = dataset.labelled or dataset.train_targets is not None
+    available = len(dataset.test_images) + with_training * len(dataset.train_images)
+    if not with_training:
+        available = len(dataset.measured_images)
+    if images is None or images >= available:
+        return dataset
+    if not with_training:
+        pool, labels = dataset.measured_images, torch.zeros(available, dtype=torch.int64)
+        chosen = images_of_rows(pool, _stratified(labels, images, generator_for(seed, "measured", "images")))
+        return dataclasses.replace(dataset, test_images=chosen, test_labels=labels[: len(chosen)], test_targets=None)
+    tested = min(len(dataset.test_images), max(images // 2, images - len(dataset.train_images)))
+    parts: dict[str, Any] = {}
+    for name, count in (("test", tested), ("train", images - tested)):
+        labels, targets = getattr(dataset, f"{name}_labels"), getattr(dataset, f"{name}_targets")
+        rows = _stratified(labels, count, generator_for(seed, "measured", name))
+        parts[f"{name}_images"] = images_of_rows(getattr(dataset, f"{name}_images"), rows)
+        parts |= {f"{name}_labels": labels[rows], f"{name}_targets": None if targets is None else targets[rows]}
+    return dataclasses.replace(dataset, **parts)
+
+
+def _stratified(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draw `count` row numbers, ascending, of which each class has its share within one."""
+    order = torch.randperm(len(labels), generator=generator)
+    by_class = order[labels[order].argsort(stable=True)]
+    chosen = ((torch.arange(count, dtype=torch.float64) + 0.5) * len(labels) / count).long()
+    return by_class[chosen].sort().values
+
+
+def sample_sentence(dataset: Dataset, images: int | None, seed: int) -> str:
+    """Return on how many images models are measured, for the log."""
+    sample = measured_sample(dataset, images, seed)
+    of_test = f"{len(sample.measured_images):,} of {len(dataset.measured_images):,}"
+    kind = "test" if len(dataset.test_images) else "training"
+    parts = [f"{of_test} {kind} images"]
+    if dataset.labelled or dataset.train_targets is not None:
+        parts.insert(0, f"{len(sample.train_images):,} of {len(dataset.train_images):,} training images")
+    advice = "" if sample is dataset else " (evaluation.images=null, or fedssl evaluate afterwards, measures on all)"
+    return f"models are measured on {' and '.join(parts)}{advice}"
+
+
 def evaluate_model(
     model: Model,
     dataset: Dataset,
@@ -97,7 +164,7 @@ def evaluate_model(
     augmentation: Augmentation = RandomViews(),  # noqa: B008 (frozen)
     own_classes: bool = True,
 ) -> tuple[dict[str, float], Tensor]:
-    """Measure a model's encoder.
+    """Measure a model's encoder, on `measured_sample` of the dataset; fine-tuning takes all of it.
 
     The labels of the whole training set are used here, and nowhere in self-supervised training. On a GPU kNN and the
     linear evaluation run there if its free memory is at least eight times the representations'; other measures are in
@@ -123,10 +190,14 @@ def evaluate_model(
     """
     if fine_tune:
         check_labels(dataset, options)
+    whole, dataset = dataset, measured_sample(dataset, options.images, seed)
     encoder = model.encoder
     if not dataset.labelled:
         features = extract_features(encoder, dataset.measured_images)
-        views = _view_features(model, dataset.measured_images, augmentation, seed)
+        viewed = dataset.measured_images
+        if dataset is not whole:  # a view costs as much as an image
+            viewed = viewed[: max(2, len(viewed) // _IMAGES_PER_VIEWED)]
+        views = _view_features(model, viewed, augmentation, seed)
         metrics = measured_values(MeasuredImages(features, views=views))
         if linear and dataset.train_targets is not None and dataset.test_targets is not None:
             train, test = measured_on(model.device, extract_features(encoder, dataset.train_images), features)
@@ -148,10 +219,10 @@ def evaluate_model(
         metrics["linear"] = linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed)
     for fraction in options.semi_supervised if fine_tune else ():
         metrics[f"semi_supervised_{fraction:g}"] = semi_supervised_accuracy(
-            encoder, dataset, fraction, options.semi_supervised_protocol, seed
+            encoder, whole, fraction, options.semi_supervised_protocol, seed
         )
     if fine_tune and options.fine_tune is not None:
-        scores = fine_tuned_scores(encoder, dataset, options.fine_tune, seed)
+        scores = fine_tuned_scores(encoder, whole, options.fine_tune, seed)
         metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
     return metrics, singular_values(test)
 
@@ -191,10 +262,15 @@ def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int)
 def in_channels(images: AnyImages, channels: int) -> AnyImages | Tensor:
     """Return uint8 images [n, 1 or 3, H, W] as grey (1) or colour (3): grey is repeated, colour becomes its luma.
 
-    Images that lie in a file are read into the memory only if they change.
+    Images that lie in a file are read into the memory only if they change. Images of another number of channels must
+    have `channels`, or a UserError is raised.
     """
     if images.shape[1] == channels:
         return images
+    if not {images.shape[1], channels} <= {1, 3}:
+        raise UserError(
+            f"the images have {images.shape[1]} channels, but the encoder takes {channels}: give images of {channels}"
+        )
     if channels == 3:
         return torch.cat([part.expand(-1, 3, -1, -1) for part in images.split(1024)])
     from torchvision.transforms.v2 import functional

@@ -23,6 +23,7 @@ from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, make_folder, write_atomically
 from ..untrusted import printable, quoted
 from .encoder_folder import is_encoder_folder, read_encoder
+from .trained_encoder import TrainedEncoder
 
 #: the arrays of images that an .npz file may have, in the order in which they are read
 _ARRAYS = ("x", "x_train", "x_val", "x_test", "train_images", "val_images", "test_images")
@@ -51,7 +52,8 @@ def embed_images(
         images: a folder of image files, nested or flat, or an .npz file, or several. The names are paths relative to
             the folder, or `ARRAY/ROW` of the .npz file, in its order; of several, each begins with its folder or file
             as given. Images are cropped and resized to the encoder's shape. A grey image becomes three equal channels
-            for an encoder of colour images; a colour image becomes grey (luma) for an encoder of grey ones.
+            for an encoder of colour images; a colour image becomes grey (luma) for an encoder of grey ones. Other
+            encoders need images of their number of channels.
         output: the file to write: `.csv` or `.parquet` with the columns `file`, `feature_0`, ...; with any other ending
             an .npz file with the arrays `features` and `files`.
         batch_size: images that are read and embedded at a time; the features do not depend on it beyond rounding.
@@ -77,7 +79,7 @@ def embed_images(
         raise UserError(f"{folder} is a run's folder: export its encoder first: fedssl export {quoted(folder)} FOLDER")
     encoder = read_encoder(folder)
     network = encoder.network.to(device_named(device))
-    each = [_batches(source, encoder.image_shape, window or encoder.window, batch_size) for source in sources]
+    each = [_batches(source, encoder, window or encoder.window, batch_size) for source in sources]
     total = sum(count for count, _ in each)
     prefixes = [f"{printable(source)}/" if len(sources) > 1 else "" for source in sources]
     names: list[str] = []
@@ -128,36 +130,41 @@ def _summary(unreadable: list[str], total: int) -> str:
     return f"{len(unreadable)} of {total} files cannot be read: {', '.join(unreadable[:_MOST_NAMED])}{more}"
 
 
-def _batches(source: Path, shape: Shape, window: Window | None, batch_size: int) -> tuple[int, Iterator[ImageBatch]]:
+def _batches(
+    source: Path, encoder: TrainedEncoder, window: Window | None, batch_size: int
+) -> tuple[int, Iterator[ImageBatch]]:
     """Return the number of images or files in a folder or an .npz file, and the images in batches, in their order."""
     kind = kind_of(source)
     if kind == "missing":
         raise UserError(f"there is no folder or file {printable(source)}: expected a folder of images or an .npz file")
     if kind != "folder":
-        arrays = _read_arrays(source, window)
-        return sum(map(len, arrays.values())), _from_arrays(arrays, shape, batch_size)
+        arrays = _read_arrays(source, window, encoder.image_shape[0])
+        return sum(map(len, arrays.values())), _from_arrays(arrays, encoder.image_shape, batch_size)
     files, others = list_files(source)
     notify_of_left_out(others, source)
     files.sort()
     if not files:
         raise UserError(f"{printable(source)} holds no image; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
-    return len(files), _from_files(source, files, shape, window, batch_size)
+    return len(files), _from_files(source, files, encoder, window, batch_size)
 
 
 def _from_files(
-    folder: Path, files: Sequence[Path], shape: Shape, window: Window | None, batch_size: int
+    folder: Path, files: Sequence[Path], encoder: TrainedEncoder, window: Window | None, batch_size: int
 ) -> Iterator[ImageBatch]:
+    shape, asked_for = encoder.image_shape, encoder.channels
     channels, height, width = shape
+    if channels not in (1, 3):
+        asked_for = channels
     for start in range(0, len(files), batch_size):
         names, images, unreadable = [], [], []
         for file in files[start : start + batch_size]:
             try:
-                if window is None and image_kind(file).deep != "no":
+                if window is None and image_kind(file, asked_for).deep != "no":
                     raise UserError(
                         f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images of 8 "
                         "bits: give --window LOW,HIGH, the values that become 0 and 255"
                     )
-                images.append(read_pixels(file, height, width, channels, window))
+                images.append(read_pixels(file, height, width, channels, window, asked_for))
                 names.append(printable(file.relative_to(folder).as_posix()))
             except BrokenImageError as error:
                 unreadable.append(f"{printable(file)} ({error})")
@@ -165,8 +172,9 @@ def _from_files(
         yield names, pixels, unreadable
 
 
-def _read_arrays(path: Path, window: Window | None) -> dict[str, Tensor]:
-    """Return the arrays of images of an .npz file, uint8 [n, C, H, W] by name."""
+def _read_arrays(path: Path, window: Window | None, channels: int) -> dict[str, Tensor]:
+    """Return the arrays of images of an .npz file, uint8 [n, C, H, W] by name; `channels` are the encoder's."""
+    asked_for = None if channels in (1, 3) else channels
     with NpzArchive(path) as archive:
         names = [name for name in _ARRAYS if name in archive.names]
         names = names or (archive.names if len(archive.names) == 1 else [])
@@ -177,10 +185,11 @@ def _read_arrays(path: Path, window: Window | None) -> dict[str, Tensor]:
             )
         arrays = archive.read(names)
     try:
-        pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window)
+        pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window, asked_for)
     except UserError as error:
-        raise UserError(str(error).replace("data.window=", "--window ")) from error
-    return {name: channels_first(array, text) for name, (text, array) in zip(names, pixels.items(), strict=True)}
+        raise UserError(str(error).replace("data.window=", "--window ").replace("data.window", "--window")) from error
+    named = zip(names, pixels.items(), strict=True)
+    return {name: channels_first(array, text, asked_for) for name, (text, array) in named}
 
 
 def _from_arrays(arrays: dict[str, Tensor], shape: Shape, batch_size: int) -> Iterator[ImageBatch]:

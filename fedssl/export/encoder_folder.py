@@ -21,14 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from fedkernels import __version__
 
+from ..data.options import DataOptions
 from ..errors import UserError
-from ..models.encoders import SmallConvNet, build_encoder, has_small_image_stem, timm_arguments
+from ..models.encoders import STEMS, SmallConvNet, build_encoder, has_small_image_stem, stored_stem, timm_arguments
+from ..options import explain_errors
 from ..run_folder.storage import make_folder, sync_path, write_atomically, writing
 from ..untrusted import read_regular_file
 from .compiled_formats import MEAN, STD, FormatName, write_format
@@ -89,7 +92,8 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
         "image_shape": [channels, height, width],
         **statistics,
         "window": recipe.data.window,
-        "stem": "3x3 stride 1 without max-pool" if has_small_image_stem(encoder.network) else "the architecture's own",
+        "channels": recipe.data.channels,
+        "stem": STEMS["small" if has_small_image_stem(encoder.network) else "large"],
         "method": recipe.name,
         "objective": recipe.objective.name,
         "run": run_name,
@@ -143,12 +147,17 @@ def read_encoder(folder: Path) -> TrainedEncoder:
         channels, height, width = checked_image_shape(ours["image_shape"])
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read as an exported encoder's: {error!r}") from error
+    try:
+        data = DataOptions(name="images", path=folder, window=ours.get("window"), channels=ours.get("channels"))
+    except ValidationError as error:
+        reason = "; ".join(explain_errors(error, DataOptions))
+        raise UserError(f"{folder / CONFIG} cannot be read as an exported encoder's: {reason}") from error
     if ours.get("mean") != [MEAN] * channels or ours.get("std") != [STD] * channels:
         raise UserError(
             f"{folder / CONFIG} has mean {ours.get('mean')} and std {ours.get('std')}: expected {MEAN} and {STD}, with "
             "which every encoder of fedssl is trained"
         )
-    network = build_encoder(architecture, channels, width)
+    network = build_encoder(architecture, channels, width, stem=stored_stem(ours))
     path = folder / WEIGHTS
     try:
         # cloned into torch's own memory, see storage.read_message
@@ -157,8 +166,9 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     except (OSError, SafetensorError, RuntimeError) as error:
         raise UserError(f"{path} cannot be loaded as {architecture}: {' '.join(str(error).split())}") from error
     plain: torch.nn.Module = network.requires_grad_(False).eval()
-    window = tuple(ours["window"]) if isinstance(ours.get("window"), list) else ours.get("window")
-    return TrainedEncoder(plain, architecture, (channels, height, width), network.num_features, window)
+    return TrainedEncoder(
+        plain, architecture, (channels, height, width), network.num_features, data.window, data.channels
+    )
 
 
 def is_encoder_folder(path: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from ..data.pixels import is_by_channel
 from ..evaluation.metrics import METRICS, is_measure
 from ..run_folder.record import Run, read_run
 from ..templates import fill_template
@@ -26,7 +27,9 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats
     who = chosen.owner if (run.rounds, chosen.owner, "effective_rank") in run.values else "mean"
     window = chosen.encoder.window
     if isinstance(window, tuple):
-        window_text = f"from {window[0]:g} (0) to {window[1]:g} (255)"
+        pairs = window if is_by_channel(window) else (window,)
+        limits = [f"from {low:g} (0) to {high:g} (255)" for low, high in pairs]
+        window_text = limits[0] if len(limits) == 1 else f"by channel {'; '.join(limits)}"
     else:
         window_text = f"`{window}`" if window else ""
     return fill_template(

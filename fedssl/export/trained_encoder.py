@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..data.options import MOST_CHANNELS
 from ..data.pixels import Window
 from ..errors import UserError
 from ..federation import MODEL, build_federation
@@ -36,6 +37,7 @@ class TrainedEncoder:
     image_shape: tuple[int, int, int]  # channels, height, width
     num_features: int
     window: Window | None = None  # how its run brought pixels of more than 8 bits to 8 bits; None if there were none
+    channels: int | None = None  # its run's data.channels
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +88,7 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
                 "round are kept: export the global model (--global) or another client's"
             )
     shape = image_shape_of_run(path, recipe)
-    network = recipe.schedule.adapt(build_encoder(architecture, shape[0], shape[2]))
+    network = recipe.schedule.adapt(build_encoder(architecture, shape[0], shape[2], stem=recipe.model.stem))
     if isinstance(network, StagedEncoder):
         depth = recipe.schedule.plan(network.layers, max(number, 1), recipe.seed).depth
         if depth < network.layers:
@@ -102,7 +104,7 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
     num_features = int(network.num_features)  # type: ignore[arg-type]
     plain = network.plain_network() if isinstance(network, StagedEncoder) else network
     plain.requires_grad_(False).eval()
-    trained = TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window)
+    trained = TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window, recipe.data.channels)
     return EncoderOfRun(trained, recipe, owner, number)
 
 
@@ -144,6 +146,8 @@ def checked_image_shape(sides: Any) -> tuple[int, int, int]:
     if not (isinstance(sides, list) and len(sides) == 3 and all(type(side) is int for side in sides)):
         raise ValueError(f"expected three whole numbers, got {str(sides)[:100]}")
     channels, height, width = sides
-    if channels not in (1, 3) or not 1 <= height <= _LARGEST_SIDE or not 1 <= width <= _LARGEST_SIDE:
-        raise ValueError(f"expected 1 or 3 channels and sides of up to {_LARGEST_SIDE} pixels, got {sides}")
+    if not 1 <= channels <= MOST_CHANNELS or not 1 <= height <= _LARGEST_SIDE or not 1 <= width <= _LARGEST_SIDE:
+        raise ValueError(
+            f"expected 1 to {MOST_CHANNELS} channels and sides of up to {_LARGEST_SIDE} pixels, got {sides}"
+        )
     return channels, height, width

@@ -17,7 +17,8 @@ three times as many. For comparison, timm's `resnet18` takes 555 M at 32x32x3.
 """
 
 import difflib
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,10 @@ _TINY_PATCHES = {"vit_tiny_patch4": 4, "vit_tiny_patch8": 8}
 _GRID = 4  # small_vit's patches along the image's side; their side follows from the image's
 # timm's files whose models take `img_size` and `patch_size` and cut the image into a grid of patches.
 _VISION_TRANSFORMERS = ("vision_transformer", "deit", "eva", "beit")
+#: the first layers of timm's ResNets, see `build_encoder`
+Stem = Literal["auto", "small", "large"]
+#: what an exported encoder says of its stem
+STEMS: dict[Stem, str] = {"small": "3x3 stride 1 without max-pool", "large": "the architecture's own"}
 _ADVICE = "choose another, for example small_resnet18 or resnet18"
 
 
@@ -84,7 +89,9 @@ def encoder_names() -> list[str]:
     return sorted([*_CONVNETS, *_RESNETS, *_SMALL_VISION_TRANSFORMERS])
 
 
-def build_encoder(architecture: str, in_channels: int, image_size: int, height: int | None = None) -> Encoder:
+def build_encoder(
+    architecture: str, in_channels: int, image_size: int, height: int | None = None, stem: Stem = "auto"
+) -> Encoder:
     """Build an untrained encoder, initialised from torch's global random generator.
 
     Args:
@@ -94,9 +101,11 @@ def build_encoder(architecture: str, in_channels: int, image_size: int, height: 
             stem and no max-pool; vision transformers get a patch size that leaves about 8x8 tokens (8 at 64
             pixels, 4 at 28 to 32, 2 below). `vit_tiny_patch4` and `vit_tiny_patch8` are timm's
             `vit_tiny_patch16_224` with patches of 4 and 8 pixels at any image size.
-        in_channels: 1 for grey and 3 for colour.
+        in_channels: 1 for grey, 3 for colour, or another number.
         image_size: side of the square images in pixels, or the width of others.
         height: of images that are not square.
+        stem: of timm's ResNets: `auto` is the one above, `small` is one 3x3 convolution at any size, and `large` the
+            architecture's own. `small_resnet` networks always have the 3x3 convolution.
 
     Returns:
         A module on the CPU, in training mode, with the members of `Encoder`; timm's are not instances of it.
@@ -120,7 +129,8 @@ def build_encoder(architecture: str, in_channels: int, image_size: int, height: 
     height = height or image_size
     try:
         model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
-        if isinstance(model, ResNet) and (architecture in _RESNETS or image_size <= SMALL_IMAGE):
+        small = architecture in _RESNETS or stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE)
+        if isinstance(model, ResNet) and small:
             _use_small_image_stem(model, in_channels)
         output, left_out = probe(model.eval(), (in_channels, height, image_size))
         model.train()
@@ -210,6 +220,21 @@ def has_small_image_stem(network: nn.Module) -> bool:
     from timm.models.resnet import ResNet
 
     return isinstance(network, ResNet) and isinstance(network.maxpool, nn.Identity)
+
+
+def stored_stem(exported: Mapping[str, Any]) -> Stem:
+    """Return the stem of an exported encoder, given what its config.json says under `fedssl`."""
+    return next((stem for stem, text in STEMS.items() if exported.get("stem") == text), "auto")
+
+
+def stem_sentence(architecture: str, network: nn.Module) -> str | None:
+    """Return what to tell of a ResNet whose stem for small images costs much time; None for other networks."""
+    if architecture in _RESNETS or not has_small_image_stem(network):
+        return None
+    return (
+        f"{architecture} gets a 3x3 stem, as small images lose much in its own 7x7 stem, but a step takes 7 to 13 "
+        "times as long: set model.stem=large for its own, or choose a smaller network such as small_resnet18"
+    )
 
 
 def _use_small_image_stem(model: Any, in_channels: int) -> None:

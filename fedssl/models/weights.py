@@ -18,17 +18,24 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..options import Options
 from ..untrusted import quoted, read_regular_file
-from .encoders import build_encoder, has_small_image_stem
+from .encoders import Stem, build_encoder, has_small_image_stem, stored_stem
 
 
 class ModelOptions(Options):
-    """Weights that the encoders start from. Projectors and predictors are always drawn at random."""
+    """The encoders' stem, and weights that they start from. Projectors and predictors are always drawn at random."""
+
+    stem: Stem = Field(
+        "auto",
+        description="first layers of timm's ResNets: small (one 3x3 convolution, which keeps small details and takes "
+        "7 to 13 times as long), large (the architecture's own, of 7x7 with max-pool), or auto: small for images of "
+        "at most 64 pixels",
+    )
 
     weights: str | dict[str, str] | None = Field(
         None,
         description="weights to start the encoders from: a folder of fedssl export, a safetensors or .pt file, or "
         "timm:NAME; for several architectures a mapping from architecture to one of these (default: drawn at random). "
-        "Where images of at most 64 pixels give a ResNet a 3x3 stem, a 7x7 stem's weights are left out",
+        "Where a ResNet has a 3x3 stem, a 7x7 stem's weights are left out",
     )
     digests: dict[str, str] | None = Field(
         None,
@@ -99,7 +106,7 @@ def frozen_encoder(source: str, image_shape: tuple[int, int, int]) -> nn.Module:
         raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export, or timm:NAME")
     channels, height, width = image_shape
     with torch.random.fork_rng(devices=[]):
-        encoder = build_encoder(architecture, channels, width, height)
+        encoder = build_encoder(architecture, channels, width, height, _stem_of(source))
     load_weights(encoder, _read(source), architecture, source)
     return encoder.requires_grad_(False).eval()
 
@@ -114,8 +121,9 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
 
     A classifier on top is left out. The stem of a ResNet for small images keeps its random weights where the weights
     have another stem (a 7x7 convolution, or several): the layers above it are loaded. The first convolution of an
-    encoder for grey images gets the sum over the three colours of its weights, so it sees a grey image as the
-    weights' network sees three equal channels. Nothing is loaded unless all weights fit. Messages call them `source`.
+    encoder for images of other than three channels gets in each channel the mean over the colours of its weights, times
+    3 / channels. So an encoder for grey images sees them as the weights' network sees three equal channels. Nothing is
+    loaded unless all weights fit. Messages call them `source`.
 
     Raises:
         UserError: a tensor has another shape, is missing, or belongs to nothing; the message names it.
@@ -124,9 +132,15 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
     given = {name: tensor for name, tensor in weights.items() if name not in _classifier_names(architecture, own)}
     note = None
     first = next((name for name, tensor in own.items() if tensor.dim() == 4), None)
-    if first in given and given[first].shape[1:2] == (3,) and own[first].shape[1] == 1 and given[first].dim() == 4:
-        given[first] = given[first].sum(dim=1, keepdim=True)
+    channels = 3 if first is None else own[first].shape[1]
+    if first in given and given[first].shape[1:2] == (3,) and channels != 3 and given[first].dim() == 4:
+        summed = given[first].sum(dim=1, keepdim=True)
+        given[first] = (summed / channels).expand(-1, channels, -1, -1).clone()
         note = "the first convolution's weights are summed over the colours, as the images are grey"
+        if channels > 1:
+            note = (
+                f"the first convolution's weights are averaged over the colours, as the images have {channels} channels"
+            )
     stem, own_stem = ({n: t for n, t in state.items() if n.startswith("conv1.")} for state in (given, own))
     if has_small_image_stem(encoder) and stem and _shapes(stem) != _shapes(own_stem):
         given = {name: tensor for name, tensor in given.items() if name not in stem} | own_stem
@@ -175,15 +189,26 @@ def _architecture_of(source: str) -> str | None:
     """Return the architecture that a source of weights is of, or None if it does not say."""
     if source.startswith(_TIMM):
         return source.removeprefix(_TIMM).split(".")[0]
+    config = _config_of(source)
+    return None if config is None else str(config["architecture"])
+
+
+def _stem_of(source: str) -> Stem:
+    config = None if source.startswith(_TIMM) else _config_of(source)
+    return "auto" if config is None else stored_stem(config)
+
+
+def _config_of(source: str) -> dict[str, Any] | None:
+    """Return what the config.json of an exported encoder says of it; None where there is none."""
     config = Path(source) / "config.json"
     if not config.is_file():
         return None
     try:
         values: Any = json.loads(read_regular_file(config, _MOST_CONFIG_BYTES))
-        name = values.get("fedssl", values)["architecture"]
+        values = values.get("fedssl", values)
+        return {"architecture": values["architecture"], "stem": values.get("stem", "")}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"model.weights: {config} cannot be read as an exported encoder's: {error!r}") from error
-    return str(name)
 
 
 def _read(source: str) -> Weights:

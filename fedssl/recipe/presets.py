@@ -22,6 +22,13 @@ from .overrides import apply_override, part_name, with_paths_from
 
 PAPER = "paper:"
 
+_SHARE_OF_RUN = 0.05  # of the time, for evaluation
+# Forward passes of the encoder that training takes for each image: 8 of BYOL (two views forward and backward, and two
+# of the target network), 6 of SimCLR, 3 of supervised training. Measuring takes one; without labels also two views of
+# every fourth image.
+_PASSES_OF_TRAINING, _PASSES_WITHOUT_LABELS = 3, 1.5
+_FEWEST_MEASURED = 100
+
 
 class PartSettings(Options):
     """Settings of a preset for recipes that have a part of a certain name."""
@@ -143,8 +150,11 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     if not name.startswith(PAPER):
         reasons += _adapt_partition(values, given, data)
     reasons += _choose_image_size(values, data)
+    reasons += _switch_off_colours(values, given, data)
     reasons += _take_public_images(values, preset, data)
     reasons += _adapt_batch(values, given, preset, data)
+    if not name.startswith(PAPER) and name != "digits":
+        reasons += _limit_evaluation(values, data)
     return AppliedPreset(given, values, tuple(reasons))
 
 
@@ -159,9 +169,10 @@ def _preset_for(data: DataSummary | None, name: Any) -> tuple[str, str]:
     if data is None or name in (None, "digits"):
         return "digits", "the data are scikit-learn's digits"
     count = f"{data.images} " if data.images else ""
-    reason = f"the data are {count}{'grey' if data.channels == 1 else 'colour'} images of {data.side} pixels"
+    kind = {1: "grey images", 3: "colour images"}.get(data.channels, f"images of {data.channels} channels")
+    reason = f"the data are {count}{kind}{' of' if data.channels in (1, 3) else ' and'} {data.side} pixels"
     small = data.side <= 64
-    if data.channels == 1:
+    if data.channels != 3:
         return ("small_grey" if small else "grey_medical"), reason
     return ("small_colour" if small else "natural"), reason
 
@@ -219,6 +230,19 @@ def _choose_image_size(values: dict[str, Any], summary: DataSummary | None) -> l
     return [f"data.image_size is {summary.side}, by the files' sizes; larger images cost more time."]
 
 
+def _switch_off_colours(values: dict[str, Any], given: dict[str, Any], data: DataSummary | None) -> list[str]:
+    """Leave out jitter and grayscale where there are neither grey levels nor colours."""
+    views = values.get("augmentation")
+    if data is None or data.channels in (1, 3) or not isinstance(views, dict):
+        return []
+    if views.get("name", "random_views") != "random_views":
+        return []
+    own = given.get("augmentation")
+    off = [key for key in ("jitter_probability", "grayscale") if key not in (own if isinstance(own, dict) else {})]
+    views.update(dict.fromkeys(off, 0.0))
+    return [f"augmentation.{key} is 0, as the images have {data.channels} channels." for key in off]
+
+
 def _take_public_images(values: dict[str, Any], preset: Preset, summary: DataSummary | None) -> list[str]:
     """Take public images from the training images if a part needs them and the recipe does not say where they are."""
     data = values.setdefault("data", {})
@@ -266,3 +290,31 @@ def _adapt_batch(
         partition["min_samples"] = batch
         reasons.append(f"partition.min_samples is {batch}, so that every client can fill a batch.")
     return reasons
+
+
+def _limit_evaluation(values: dict[str, Any], summary: DataSummary | None) -> list[str]:
+    """Measure on so many of a user's own images that it takes about 5 % of the run, where the recipe leaves it open."""
+    evaluation, training = values.setdefault("evaluation", {}), values.get("training")
+    own = summary is not None and _get(values, "data", "name") in ("npz", "images", "folder")
+    if summary is None or not own or not summary.images or not isinstance(evaluation, dict) or "images" in evaluation:
+        return []
+    try:
+        recipe_part = (training or {}), values["partition"]["clients"], values["rounds"], evaluation.get("every", 0)
+        options, clients, rounds, every = recipe_part
+        sampled = (values.get("clients_per_round") or clients) / clients
+        trained = options.get("local_epochs", 1) * summary.images * sampled
+        if options.get("local_steps"):
+            trained = options["local_steps"] * options["batch_size"] * clients * sampled
+        evaluations = 2 + ((rounds - 1) // every if every else 0)
+        models = clients if part_name("local_update", values["local_update"]) == "keep_own" else 1
+        passes = 1 if summary.labelled else _PASSES_WITHOUT_LABELS
+        most = _SHARE_OF_RUN * _PASSES_OF_TRAINING * rounds * trained / (evaluations * models * passes)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return []  # the checks of the recipe say what is wrong
+    images = max(_FEWEST_MEASURED, int(most))
+    if images >= summary.images:
+        return []
+    evaluation["images"] = images
+    return [
+        f"evaluation.images is {images}, so that measuring takes at most about 5 % of the run; null measures on all."
+    ]

@@ -15,7 +15,7 @@ from ..aggregators.representation_mean import RepresentationMean
 from ..aggregators.weighted_mean import WeightedMean
 from ..data.datasets import Dataset
 from ..errors import UserError
-from ..evaluation.evaluate import check_labels
+from ..evaluation.evaluate import check_colours, check_labels
 from ..evaluation.fine_tuning import check_fine_tuning
 from ..models.model import Model
 from ..models.stages import StagedEncoder
@@ -38,6 +38,9 @@ def check_parts(recipe: Recipe) -> None:
 
 def check_data(recipe: Recipe, dataset: Dataset) -> None:
     """Raise a UserError if the data set lacks what the recipe's parts or its evaluation need."""
+    channels = dataset.train_images.shape[1]
+    recipe.objective.training_augmentation(recipe.augmentation).check_channels(channels)
+    check_colours(channels, recipe.evaluation)
     check_fine_tuning(recipe.evaluation.fine_tune, dataset)
     if recipe.evaluation.downstream is None:  # else fine-tuning on that data is enough
         check_labels(dataset, recipe.evaluation)

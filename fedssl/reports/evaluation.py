@@ -16,6 +16,7 @@ from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
 from ..evaluation.evaluate import (
     EvaluationOptions,
+    check_colours,
     check_downstream,
     check_labels,
     evaluate_downstream,
@@ -104,6 +105,7 @@ def evaluate_run(
         require_same_data(path, federation.data_digests())
     recipe, dataset = federation.recipe, federation.dataset
     options = _with_requests(recipe.evaluation, fractions, fine_tune)
+    check_colours(dataset.train_images.shape[1], options)
     if data is not None:
         dataset = load_downstream(data, dataset.train_images.shape[1:], recipe.seed)
     elif not len(dataset.measured_images) and not federation.downstream:
@@ -134,6 +136,7 @@ def evaluate_export(
         )
     encoder = read_encoder(path)
     options = _with_requests(EvaluationOptions(), fractions, fine_tune)
+    check_colours(encoder.image_shape[0], options)
     dataset = load_downstream(data, encoder.image_shape, seed=0)
     model = Model({"encoder": encoder.network}).to(device_named("auto"))
     check_downstream(model, dataset, options)
@@ -149,8 +152,10 @@ def _check_fractions(fractions: Sequence[float]) -> None:
 def _with_requests(
     options: EvaluationOptions, fractions: Sequence[float], fine_tune: FineTuneOptions | None
 ) -> EvaluationOptions:
+    """Return the options with what is asked for besides, on all images."""
     requested = list(dict.fromkeys([*options.semi_supervised, *fractions]))
-    return options.model_copy(update={"semi_supervised": requested, "fine_tune": fine_tune or options.fine_tune})
+    changes = {"semi_supervised": requested, "fine_tune": fine_tune or options.fine_tune, "images": None}
+    return options.model_copy(update=changes)
 
 
 def _measure(model: Model, dataset: Dataset, options: EvaluationOptions, seed: int, **more: Any) -> dict[str, float]:

@@ -177,10 +177,16 @@ def draw_map(images: Images, points: Tensor, labels: Tensor | None, class_names:
 
 
 def thumbnails(images: Images, rows: Tensor) -> NDArray[np.uint8]:
-    """Return images as uint8 [n, h, w] or [n, h, w, 3], large ones reduced and small ones enlarged by whole pixels."""
+    """Return images as uint8 [n, h, w] or [n, h, w, 3], large ones reduced and small ones enlarged by whole pixels.
+
+    Of more than three channels the first three are shown, of two channels the mean.
+    """
     from torchvision.transforms.v2 import functional
 
     chosen = images[rows]
+    if chosen.shape[1] == 2:
+        chosen = chosen.float().mean(1, keepdim=True).to(torch.uint8)
+    chosen = chosen[:, :3]
     side = max(chosen.shape[2:])
     if side > _LARGEST_THUMBNAIL:
         size = [max(1, round(length * _LARGEST_THUMBNAIL / side)) for length in chosen.shape[2:]]

@@ -149,8 +149,16 @@ def _run_table(methods: Methods) -> PageTable:
         state = "finished" if finished == len(runs) else f"{finished} of {len(runs)} finished"
         rounds = list(dict.fromkeys(str(run.rounds) for run in runs))
         progress = f"{state if finished else 'unfinished'}, {', '.join(rounds)} round{'s' * (rounds != ['1'])}"
-        rows.append((name, len(runs), ", ".join(str(run.seed) for run in runs), progress))
-    return PageTable(("method", "runs", "seeds", "state"), rows, text_columns=4)
+        measured = ", ".join(dict.fromkeys(map(_measured_images, runs)))
+        rows.append((name, len(runs), ", ".join(str(run.seed) for run in runs), progress, measured))
+    return PageTable(("method", "runs", "seeds", "state", "models measured on"), rows, text_columns=5)
+
+
+def _measured_images(run: Run) -> str:
+    """Return on how many images a run's models are measured, by its recipe."""
+    evaluation = run.recipe.get("evaluation")
+    images = evaluation.get("images") if isinstance(evaluation, dict) else None
+    return f"at most {images:,} images" if isinstance(images, int) else "all images"
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:

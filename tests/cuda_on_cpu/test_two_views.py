@@ -35,9 +35,9 @@ IN_DEVICE_MEMORY = {"multiprocessors": 1, "shared_limit": 16 << 10}
 @pytest.mark.parametrize(
     ("shape", "device"),
     [
-        *((shape, {}) for shape in ((12, 3, 32, 32), (6, 1, 28, 28), (8, 3, 5, 47), (8, 3, 47, 5), (20, 3, 2, 2))),
+        *((shape, {}) for shape in ((12, 3, 32, 32), (6, 1, 28, 28), (8, 3, 5, 47), (4, 5, 9, 11), (20, 3, 2, 2))),
         # More views than blocks: a block takes several, one after the other, in the same place.
-        *((shape, IN_DEVICE_MEMORY) for shape in ((5, 3, 40, 33), (5, 1, 40, 33))),
+        *((shape, IN_DEVICE_MEMORY) for shape in ((5, 3, 40, 33), (5, 1, 40, 33), (3, 4, 60, 50))),
     ],
 )
 @pytest.mark.parametrize("options", [ViewOptions(), STRONG], ids=["byol", "strong"])
@@ -47,7 +47,7 @@ def test_equals_the_reference(bindings, shape, options, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", [1, 3, 6])
 def test_dtypes_and_layouts(bindings, dtype, channels_last, channels):
     tolerance = 2e-5 if dtype == torch.float32 else 8e-3
     check(bindings, *batch_of(5, channels, 13, 18), dtype=dtype, tolerance=tolerance, channels_last=channels_last)

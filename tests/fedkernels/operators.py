@@ -470,8 +470,8 @@ OF_SERVER_AND_CLIENTS = {
         {"": Path(views, kinds.images, no_gradient=OF_IMAGES, certified=TO_THE_BIT)},
         [
             *OF_KEYS,
-            ({"images": IMAGES[0]}, "images must have shape [n, 1 or 3, H, W]"),
-            ({"images": IMAGES[:, :2]}, "images must have shape [n, 1 or 3, H, W]"),
+            ({"images": IMAGES[0]}, "images must have shape [n, C, H, W]"),
+            ({"images": IMAGES[:, :0]}, "images must have shape [n, C, H, W]"),
             ({"images": IMAGES[:, :, :1]}, "sides of at least 2, got [4, 3, 1, 6]"),
             ({"samples": N[None]}, "samples must have shape [n], got [1, 4]"),
             ({"samples": N[:1]}, "samples must have one number for each of the 4 images, got 1"),

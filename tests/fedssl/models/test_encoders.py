@@ -10,7 +10,7 @@ from fedssl.accounting import StepCounter
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.models import encoders
-from fedssl.models.encoders import build_encoder, encoder_names
+from fedssl.models.encoders import build_encoder, encoder_names, has_small_image_stem
 from fedssl.models.view_threads import sharing_problem
 
 SMALL = ["small_convnet", "small_convnet_wide", "small_resnet10", "small_resnet10_wide", "small_resnet18", "small_vit"]
@@ -83,6 +83,9 @@ def test_small_images_get_a_stride_one_stem_without_pooling_and_large_ones_keep_
         encoder = build_encoder(name, 3, 96)
         assert encoder.conv1.stride == (2, 2)
         assert isinstance(encoder.maxpool, nn.MaxPool2d)
+    large = build_encoder(name, 3, 32, stem="large")
+    assert has_small_image_stem(large) == name.startswith("small_")
+    assert has_small_image_stem(build_encoder(name, 3, 96, stem="small"))
 
 
 @pytest.mark.parametrize(("name", "blocks", "start"), [("small_resnet10", 4, 1), ("resnet18", 8, 0)])

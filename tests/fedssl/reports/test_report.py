@@ -117,7 +117,7 @@ def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
     write_run(tmp_path / "half", tiny(name="ours", seed=1), rows_of([44.0], [99.0], rounds=1))
     write_run(tmp_path / "new", tiny(name="ours", seed=2), [])
     page = Page(write_report([tmp_path / n for n in ("done", "half", "new")], tmp_path / "page.html"))
-    assert page.table("method", "runs") == [["ours", "3", "0, 1, 2", "1 of 3 finished, 2 rounds"]]
+    assert page.table("method", "runs") == [["ours", "3", "0, 1, 2", "1 of 3 finished, 2 rounds", "all images"]]
     assert "seed 1 is unfinished, 1 of 2 rounds done" in page.text
     assert f"fedssl run --resume {tmp_path / 'half'}" in page.text
     assert "seed 2 is unfinished, no round done" in page.text

@@ -1,0 +1,58 @@
+"""The window of percentiles: measured once, on training images, and recorded as numbers."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .files import notify
+from .pixels import Limits, Window, channel_axis, is_deep, require_pixels
+
+_PERCENTILES = (1, 99)
+_VALUES = 2**22  # of each channel, evenly spread over the images
+_FILES = 100
+
+
+def window_of_arrays(arrays: Mapping[str, NDArray[Any]], window: Window | None, channels: int | None) -> Window | None:
+    """Return a window as it is; that of percentiles as the numbers of the first of some arrays of images [n, ...].
+
+    `arrays` are by the name that error messages use, `channels` is that of `channel_axis`. Without pixels of more than
+    8 bits there is no window: None.
+    """
+    name, images = next(iter(arrays.items()))
+    if window != "percentiles":
+        return window
+    require_pixels(name, images)
+    if not is_deep(images):
+        return None
+    axis = None if images.ndim == 3 else channel_axis(images.shape, name, channels)
+    step = math.ceil(images.size / (1 if axis is None else images.shape[axis]) / _VALUES)
+    chosen = images[::step]
+    return _window(
+        chosen.reshape(1, -1) if axis is None else np.moveaxis(chosen, axis, 0).reshape(images.shape[axis], -1)
+    )
+
+
+def window_of_files(files: Sequence[Path], values_of: Callable[[Path], NDArray[Any]]) -> Window | None:
+    """Return the window of up to 100 files; `values_of` returns a file's values [k, channels], none of a broken one."""
+    chosen = [values_of(file) for file in files[:: math.ceil(len(files) / _FILES)]]
+    least = max(1, _VALUES // len(chosen))
+    parts = [values[:: math.ceil(len(values) / least)] for values in chosen if len(values)]
+    parts = [part for part in parts if part.shape[1] == parts[0].shape[1]]  # decoding refuses the others
+    return _window(np.concatenate(parts).T) if parts else None
+
+
+def _window(values: NDArray[Any]) -> Window:
+    """Return the percentiles of each channel, [channels, k]; where both are equal, the smallest and largest value."""
+    windows: list[Limits] = []
+    for channel in values:
+        low, high = (float(value) for value in np.percentile(channel.astype(np.float64), _PERCENTILES))
+        if not low < high:
+            low, high = float(channel.min()), float(channel.max())
+        windows.append((low, high if low < high else low + 1.0))
+    shown = ", ".join(f"[{low:g}, {high:g}]" for low, high in windows)
+    notify(f"data.window is {shown}: the {_PERCENTILES[0]}st and {_PERCENTILES[1]}th percentile of each channel")
+    return windows[0] if len(windows) == 1 else tuple(windows)
