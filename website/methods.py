@@ -35,6 +35,8 @@ PAGES = {
     "fedsimsiam": "fedsimsiam",
     "fedsimclr": "fedsimclr",
     "fedmoco_v3": "fedmoco_v3",
+    "fedvicreg": "fedvicreg",
+    "fedbarlow": "fedbarlow",
     "fedu": "fedu",
     "fedema": "fedema",
     "l_dawa": "l_dawa",

@@ -24,6 +24,7 @@ from tests.fedssl.conftest import tiny_values
 from tests.fedssl.rounds_in_memory import train_rounds
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
+    "barlow_twins": {"hidden_features": 16, "output_features": 8},
     "byol": {"hidden_features": 16, "output_features": 8},
     "byol, one direction": {"hidden_features": 16, "output_features": 8, "symmetric": False},
     "fedx": {"output_features": 8},
@@ -32,6 +33,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "simclr": {"hidden_features": 16, "output_features": 8},
     "simsiam": {"output_features": 8, "bottleneck_features": 4},
     "supervised": {},
+    "vicreg": {"hidden_features": 16, "output_features": 8},
 }
 AGGREGATORS: dict[str, dict[str, Any]] = {
     "base_model": {"epochs": 1},
@@ -42,11 +44,13 @@ AGGREGATORS: dict[str, dict[str, Any]] = {
 READS = {"base_alignment": "base_model", "cka_alignment": "representation_mean", "dictionary_contrast": "dictionary"}
 TWO_VIEWS = {"dictionary_contrast", "global_distillation", "relational_distillation"}
 REFUSED: dict[str, set[str]] = {
+    "barlow_twins": {"global_distillation"},  # it has no predictor, as those below
     "byol, one direction": TWO_VIEWS,
     "orchestra": TWO_VIEWS | {"public_objective"},
-    "simclr": {"global_distillation"},  # it has no predictor
+    "simclr": {"global_distillation"},
     "supervised": TWO_VIEWS
     | {"base_alignment", "public_objective", "representation_alignment", "sliced_uniformity", "uniformity"},
+    "vicreg": {"global_distillation"},
 }
 
 

@@ -11,6 +11,7 @@ from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.pixels import normalize
 from fedssl.federation import build_federation
 from fedssl.models.model import Model
+from fedssl.objectives.barlow_twins import BarlowTwins
 from fedssl.objectives.base import Objective
 from fedssl.objectives.byol import BYOL
 from fedssl.objectives.fedx import FedX
@@ -19,6 +20,7 @@ from fedssl.objectives.orchestra import Orchestra, OrchestraModel, cluster_loss,
 from fedssl.objectives.simclr import SimCLR
 from fedssl.objectives.simsiam import SimSiam
 from fedssl.objectives.supervised import Supervised
+from fedssl.objectives.vicreg import VICReg
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.small_models import E1, E2, Flat, Scale
 
@@ -83,6 +85,8 @@ def test_the_loss_by_hand(part, expected):
         (MoCoV3(), {"projector": [2, 512, 512, 256], "predictor": [256, 512, 256]}),
         (SimCLR(), {"projector": [2, 2048, 128]}),
         (SimSiam(), {"projector": [2, 2048, 2048, 2048], "predictor": [2048, 512, 2048]}),
+        (VICReg(), {"projector": [2, 2048, 2048, 2048]}),
+        (BarlowTwins(), {"projector": [2, 2048, 2048, 2048]}),
     ],
 )
 def test_the_heads_have_the_papers_sizes(part, sizes):
