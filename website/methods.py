@@ -37,6 +37,7 @@ PAGES = {
     "fedmoco_v3": "fedmoco_v3",
     "fedvicreg": "fedvicreg",
     "fedbarlow": "fedbarlow",
+    "feddino": "feddino",
     "fedu": "fedu",
     "fedema": "fedema",
     "l_dawa": "l_dawa",

@@ -32,9 +32,9 @@ class BarlowTwins(Objective):
         `redundancy_loss`(`cross_correlation`(projections of view 1, projections of view 2), off_diagonal_weight)
 
     The weight is the paper's best. The projector has three layers with BatchNorm and ReLU before the last. Its widths
-    are 8192 in the paper; 2048 here, as the head travels in each round. The loss is a sum over the features, so its size
-    grows with `output_features`. The paper trains with LARS, and a loss's size hardly changes its steps, as those of
-    Adam and AdamW; SGD needs a smaller rate the more features there are.
+    are 8192 in the paper; 2048 here, as the head travels in each round. The loss is a sum over the features, and SGD at
+    a usual rate diverges with some hundreds of them. The paper trains with LARS, whose steps hardly depend on the size
+    of the loss. Those of AdamW do not either, which the presets take for this objective.
 
     The correlations are those of one batch of one client. They do not travel.
     """

@@ -27,6 +27,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "barlow_twins": {"hidden_features": 16, "output_features": 8},
     "byol": {"hidden_features": 16, "output_features": 8},
     "byol, one direction": {"hidden_features": 16, "output_features": 8, "symmetric": False},
+    "dino": {"hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 3},
     "fedx": {"output_features": 8},
     "moco_v3": {"hidden_features": 16, "output_features": 8},
     "orchestra": {"clusters": 8, "memory": 16, "features": 8},
@@ -46,6 +47,7 @@ TWO_VIEWS = {"dictionary_contrast", "global_distillation", "relational_distillat
 REFUSED: dict[str, set[str]] = {
     "barlow_twins": {"global_distillation"},  # it has no predictor, as those below
     "byol, one direction": TWO_VIEWS,
+    "dino": {"global_distillation", "public_objective"},
     "orchestra": TWO_VIEWS | {"public_objective"},
     "simclr": {"global_distillation"},
     "supervised": TWO_VIEWS

@@ -14,6 +14,7 @@ from fedssl.models.model import Model
 from fedssl.objectives.barlow_twins import BarlowTwins
 from fedssl.objectives.base import Objective
 from fedssl.objectives.byol import BYOL
+from fedssl.objectives.dino import DINO
 from fedssl.objectives.fedx import FedX
 from fedssl.objectives.moco_v3 import MoCoV3
 from fedssl.objectives.orchestra import Orchestra, OrchestraModel, cluster_loss, turn
@@ -85,26 +86,28 @@ def test_the_loss_by_hand(part, expected):
         (MoCoV3(), {"projector": [2, 512, 512, 256], "predictor": [256, 512, 256]}),
         (SimCLR(), {"projector": [2, 2048, 128]}),
         (SimSiam(), {"projector": [2, 2048, 2048, 2048], "predictor": [2048, 512, 2048]}),
+        (DINO(), {"projector": [2, 2048, 2048, 256], "prototypes": [256, 4096]}),
         (VICReg(), {"projector": [2, 2048, 2048, 2048]}),
         (BarlowTwins(), {"projector": [2, 2048, 2048, 2048]}),
     ],
 )
 def test_the_heads_have_the_papers_sizes(part, sizes):
     heads = {name: network for name, network in part.build(Flat(), 2).online.items() if name != "encoder"}
-    layers = {name: [layer for layer in head if isinstance(layer, nn.Linear)] for name, head in heads.items()}
+    layers = {name: [one for one in head.modules() if isinstance(one, nn.Linear)] for name, head in heads.items()}
     assert {name: [of[0].in_features, *(one.out_features for one in of)] for name, of in layers.items()} == sizes
-    normed = {name for name, head in heads.items() if isinstance(head[-1], nn.BatchNorm1d) and not head[-1].affine}
+    ends = {name: list(head.modules())[-1] for name, head in heads.items()}
+    normed = {name for name, end in ends.items() if isinstance(end, nn.BatchNorm1d) and not end.affine}
     assert normed == {"moco_v3": {"projector", "predictor"}, "simsiam": {"projector"}}.get(part.name, set())
 
 
-@pytest.mark.parametrize("kind", [BYOL, MoCoV3])
+@pytest.mark.parametrize("kind", [BYOL, DINO, MoCoV3])
 def test_no_gradient_reaches_the_target_network_which_follows_by_its_momentum(kind):
     torch.manual_seed(0)
     part = kind(hidden_features=4, output_features=3, target_momentum=0.75)
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
     encoder.num_features = 2
     model = part.build(encoder, 2)
-    assert set(model.target) == {"encoder", "projector"}
+    assert set(model.target) == set(model.online) - {"predictor"}
     before = {name: p.clone() for name, p in model.target.named_parameters()}
     part.step(model, (torch.randn(4, 1, 1, 2), torch.randn(4, 1, 1, 2)), LABELS).loss.backward()
     assert all(p.grad is None for p in model.target.parameters())
