@@ -38,6 +38,7 @@ PAGES = {
     "fedvicreg": "fedvicreg",
     "fedbarlow": "fedbarlow",
     "feddino": "feddino",
+    "fedmae": "fedmae",
     "fedu": "fedu",
     "fedema": "fedema",
     "l_dawa": "l_dawa",

@@ -29,6 +29,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "byol, one direction": {"hidden_features": 16, "output_features": 8, "symmetric": False},
     "dino": {"hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 3},
     "fedx": {"output_features": 8},
+    "mae": {"decoder_features": 16, "decoder_layers": 1, "decoder_heads": 2},
     "moco_v3": {"hidden_features": 16, "output_features": 8},
     "orchestra": {"clusters": 8, "memory": 16, "features": 8},
     "simclr": {"hidden_features": 16, "output_features": 8},
@@ -44,14 +45,15 @@ AGGREGATORS: dict[str, dict[str, Any]] = {
 #: what a regularizer reads, and an objective's clusters
 READS = {"base_alignment": "base_model", "cka_alignment": "representation_mean", "dictionary_contrast": "dictionary"}
 TWO_VIEWS = {"dictionary_contrast", "global_distillation", "relational_distillation"}
+WITHOUT_PROJECTOR = TWO_VIEWS | {"representation_alignment", "sliced_uniformity", "uniformity"}
 REFUSED: dict[str, set[str]] = {
     "barlow_twins": {"global_distillation"},  # it has no predictor, as those below
     "byol, one direction": TWO_VIEWS,
     "dino": {"global_distillation", "public_objective"},
     "orchestra": TWO_VIEWS | {"public_objective"},
     "simclr": {"global_distillation"},
-    "supervised": TWO_VIEWS
-    | {"base_alignment", "public_objective", "representation_alignment", "sliced_uniformity", "uniformity"},
+    "mae": WITHOUT_PROJECTOR | {"public_objective"},
+    "supervised": WITHOUT_PROJECTOR | {"base_alignment", "public_objective"},
     "vicreg": {"global_distillation"},
 }
 
@@ -72,6 +74,7 @@ def federation_of(objective: str, regularizers: list[str], aggregators: list[str
         regularizers=regularizers,
         aggregators=[{"name": one, **AGGREGATORS.get(one, {})} for one in aggregators],
         local_update=local_update,
+        architectures=["small_vit" if name == "mae" else "small_convnet"],
         partition={"name": "iid", "clients": 1},
     )
     return build_federation(parse_recipe(values), DATASET)

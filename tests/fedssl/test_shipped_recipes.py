@@ -28,6 +28,7 @@ PARTS = {
         "aggregators.1={name: orchestra_clusters, local_clusters: 4, steps: 5}",
     ],
     "l_dawa": ["aggregators.0.plain_rounds=1"],
+    "fedmae": ["architectures=[small_vit]"],
     "lw_fedssl": ["schedule.layers_per_stage=2", "schedule.rounds_per_stage=1"],
     "prog_fedssl": ["schedule.layers_per_stage=2", "schedule.rounds_per_stage=1"],
 }
