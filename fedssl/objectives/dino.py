@@ -68,9 +68,11 @@ class DINO(Objective):
         `distillation_loss`(student's outputs of all views, teacher's outputs of the first two, centre, temperatures)
 
     The views after the first two are local: small ones with augmentation `multi_crop`, else as the first two. The head
-    is the paper's: three linear layers with GELU between them and no BatchNorm, then `prototypes`, whose inputs and
-    weights are normalised. Vision transformers interpolate their positions for smaller views. Regularizers see the two
-    global views. `projections` are the outputs before the prototypes.
+    is the paper's: three linear layers with GELU between them, then `prototypes`, whose inputs and weights are
+    normalised. It has no BatchNorm, which the released code has as an option: without it the outputs of all images
+    begin almost equal, and some hundreds of steps pass before they part. Vision transformers interpolate their
+    positions for smaller views. Regularizers see the two global views. `projections` are the outputs before the
+    prototypes.
 
     The teacher and the centre stay with the client: the centre is the mean of that teacher's outputs on the client's
     own images. So prototypes that all images of one client choose are discouraged there, also where other clients do
@@ -84,6 +86,9 @@ class DINO(Objective):
 
     hidden_features: int = Field(2048, ge=1, description="width of the projector's hidden layers")
     output_features: int = Field(256, ge=1, description="dimension of the projections, before the prototypes")
+    batch_norm: bool = Field(
+        False, description="whether the projector's hidden layers have BatchNorm; true for runs of a few hundred steps"
+    )
     prototypes: int = Field(4096, ge=2, description="K; dimension of the distributions")
     local_views: int = Field(8, ge=0, description="views of each image that the student alone sees")
     student_temperature: float = Field(0.1, gt=0, description="divides the student's outputs")
@@ -108,10 +113,10 @@ class DINO(Objective):
             linear = nn.Linear(inputs, outputs)
             nn.init.trunc_normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-            layers += [linear, nn.GELU()]
+            layers += [linear, *([nn.BatchNorm1d(outputs)] if self.batch_norm else []), nn.GELU()]
         online = {
             "encoder": encoder,
-            "projector": nn.Sequential(*layers[:-1]),
+            "projector": nn.Sequential(*layers[: -2 if self.batch_norm else -1]),  # ends in a linear layer
             "prototypes": Prototypes(self.output_features, self.prototypes),
         }
         return DINOModel(online, self.prototypes)

@@ -40,8 +40,8 @@ SMALL = [
     "training={local_epochs: 1, batch_size: 8}",
     "evaluation={neighbors: 3, linear: {epochs: 1}}",
 ]
-#: methods whose clients or server remember something besides the models, and other ways to compute steps
-REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl"]
+#: methods whose clients or server remember something besides the models or draw masks, and other ways to compute steps
+REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl", "feddino", "fedmae"]
 OTHER_STEPS = ["fedu2 training.precision=bfloat16 training.join_views=true", "fedu2 training.local_steps=3"]
 
 

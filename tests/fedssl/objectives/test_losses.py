@@ -14,7 +14,7 @@ from fedssl.models.model import Model
 from fedssl.objectives.barlow_twins import BarlowTwins
 from fedssl.objectives.base import Objective
 from fedssl.objectives.byol import BYOL
-from fedssl.objectives.dino import DINO
+from fedssl.objectives.dino import DINO, Prototypes, distillation_loss
 from fedssl.objectives.fedx import FedX
 from fedssl.objectives.moco_v3 import MoCoV3
 from fedssl.objectives.orchestra import Orchestra, OrchestraModel, cluster_loss, turn
@@ -119,6 +119,29 @@ def test_no_gradient_reaches_the_target_network_which_follows_by_its_momentum(ki
     for name, parameter in model.target.named_parameters():
         torch.testing.assert_close(parameter, before[name] + 0.25)
         assert not parameter.requires_grad
+
+
+def test_dinos_teacher_sees_the_first_two_views_and_their_outputs_move_the_centre():
+    part = DINO(prototypes=2, local_views=1, centre_momentum=0.75, teacher_temperature=0.5, student_temperature=2.0)
+    model = plain_model(part)
+    model.target["prototypes"] = nn.Flatten()
+    model.centre.copy_(torch.tensor([0.5, -1.0]))
+    small = torch.tensor([[1.0, -1.0], [2.0, 0.5]])
+    step = part.step(model, (*VIEWS, small.view(2, 1, 1, 2)), LABELS)
+    teacher = torch.stack([ONE, TWO]) @ model.target["projector"].weight.T
+    expected = distillation_loss(torch.stack([ONE, TWO, small]), teacher, torch.tensor([0.5, -1.0]), 2.0, 0.5)
+    assert float(step.loss) == pytest.approx(float(expected))
+    torch.testing.assert_close(model.centre, 0.75 * torch.tensor([0.5, -1.0]) + 0.25 * teacher.mean(dim=(0, 1)))
+    assert torch.equal(torch.stack(step.representations), torch.stack([ONE, TWO]))
+
+
+def test_dinos_prototypes_give_cosines_and_its_head_may_have_batch_norm():
+    rows, prototypes = torch.tensor([[3.0, 4.0]]), Prototypes(2, 3)
+    with torch.no_grad():
+        prototypes.weight.copy_(torch.tensor([[6.0, 8.0], [0.0, -2.0], [4.0, -3.0]]))
+    torch.testing.assert_close(prototypes(rows), torch.tensor([[1.0, -0.8, 0.0]]))
+    names = [type(layer).__name__ for layer in DINO(batch_norm=True).build(Flat(), 2).online["projector"]]
+    assert names == ["Linear", "BatchNorm1d", "GELU", "Linear", "BatchNorm1d", "GELU", "Linear"]
 
 
 class Cut(nn.Module):
