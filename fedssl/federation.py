@@ -169,7 +169,8 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         with seeded(recipe.seed, "model", owner):
             return _build_model(recipe, images, architecture, weights)
 
-    check_models(recipe, lambda architecture: model_of(architecture, "check"))
+    shape = tuple(images.train_images.shape[1:])
+    check_models(recipe, lambda architecture: model_of(architecture, "check"), shape)
     downstream = {}
     for label, options in (recipe.evaluation.downstream or {}).items():
         try:

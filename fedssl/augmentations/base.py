@@ -39,11 +39,25 @@ class Augmentation(Part):
             key: what the views belong to: seed, client, round and epoch.
         """
 
+    def further_views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
+        """Draw two more views, for objectives with more than two, of the shape that `further_shape` gives.
+
+        They are drawn as `views` are, unless a subclass overrides this. Its arguments are those of `views`, with
+        another key.
+        """
+        return self.views(images, samples, key)
+
+    def further_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape [C, h, w] of further views of images [C, H, W], given theirs."""
+        return shape
+
 
 def draw_views(
     augmentation: Augmentation, images: Tensor, samples: Tensor, key: ViewKey, device: torch.device, count: int = 2
 ) -> tuple[Tensor, ...]:
     """Draw `count` random views of each image of a batch, float32 [n, C, H, W] on `device`.
+
+    The first two are the augmentation's `views`, the others its `further_views`, which may be smaller.
 
     The images, uint8 [n, C, H, W], are moved to `device` before, as bytes, so that a GPU makes the views. `samples` are
     their numbers in their data set, int64 [n] on the CPU; views of the same key and sample are the same. Views are
@@ -58,14 +72,17 @@ def draw_views(
         key_of_pair = key._replace(seed=seed_for(key.seed, "pair", pair)) if pair else key
         seed = seed_for(*key_of_pair, *samples.tolist()) if augmentation.uses_global_generators else 0
         with seeded_on(device, seed) if augmentation.uses_global_generators else nullcontext():
-            drawn = augmentation.views(on_device, numbers, key_of_pair)
-        _require_views(augmentation, drawn, on_device)
+            draw = augmentation.further_views if pair else augmentation.views
+            drawn = draw(on_device, numbers, key_of_pair)
+        shape = augmentation.further_shape(images.shape[1:]) if pair else images.shape[1:]
+        method = f"{augmentation.name}: {'further_views' if pair else 'views'}"
+        _require_views(method, drawn, [len(images), *shape], on_device.device)
         views += drawn
     return tuple(views[:count])
 
 
-def _require_views(augmentation: Augmentation, drawn: object, images: Tensor) -> None:
-    needed = f"float32 {list(images.shape)} on {images.device}"
+def _require_views(method: str, drawn: object, shape: list[int], device: torch.device) -> None:
+    needed = f"float32 {shape} on {device}"
     if isinstance(drawn, (tuple, list)):
         views = list(map(_describe, drawn))
         if views == [needed, needed]:
@@ -73,7 +90,7 @@ def _require_views(augmentation: Augmentation, drawn: object, images: Tensor) ->
         got = f"[{', '.join(views)}]"
     else:
         got = _describe(drawn)
-    raise UserError(f"augmentation {augmentation.name}: views must return two tensors, each {needed}, got {got}")
+    raise UserError(f"augmentation {method} must return two tensors, each {needed}, got {got}")
 
 
 def _describe(value: object) -> str:

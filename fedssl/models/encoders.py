@@ -215,6 +215,19 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
     return architecture, arguments
 
 
+def take_images_of_any_size(network: nn.Module) -> None:
+    """Let a vision transformer of timm's interpolate its positions for images of other sizes; others stay as they are.
+
+    At its own size it computes the same as before.
+    """
+    if hasattr(network, "dynamic_img_size"):
+        from timm.layers.format import Format
+
+        transformer: Any = network
+        transformer.dynamic_img_size, patches = True, transformer.patch_embed
+        patches.strict_img_size, patches.flatten, patches.output_fmt = False, False, Format.NHWC
+
+
 def has_small_image_stem(network: nn.Module) -> bool:
     """Return whether an encoder is a ResNet of timm's with the stem for small images."""
     from timm.models.resnet import ResNet

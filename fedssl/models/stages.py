@@ -205,6 +205,11 @@ class StagedEncoder(Encoder):
                 switch.known_output = None
 
 
+def uncut_network(encoder: nn.Module) -> nn.Module:
+    """Return the network that an encoder is or cuts into layers."""
+    return encoder.network if isinstance(encoder, StagedEncoder) else encoder
+
+
 def _layers(network: nn.Module) -> tuple[list[tuple[str, ...]], list[int]]:
     """Return the module paths of each layer, and the width of the pooled output after each layer."""
     from timm.models.resnet import ResNet  # here, as importing timm takes seconds

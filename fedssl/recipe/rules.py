@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from ..aggregators.base_model import BaseModel
@@ -82,8 +83,11 @@ def check_shares(recipe: Recipe, client_rows: list[Tensor], owner: int | None) -
             )
 
 
-def check_models(recipe: Recipe, build: Callable[[str], Model]) -> None:
-    """Build each architecture once, and raise a UserError if a part cannot work with it or `build` does not know it."""
+def check_models(recipe: Recipe, build: Callable[[str], Model], shape: tuple[int, ...]) -> None:
+    """Build each architecture once, and raise a UserError if a part cannot work with it or `build` does not know it.
+
+    `shape` is that of the training images, [C, H, W].
+    """
     for name in dict.fromkeys(recipe.architectures):
         model = build(name)
         for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
@@ -96,8 +100,25 @@ def check_models(recipe: Recipe, build: Callable[[str], Model]) -> None:
             )
         if isinstance(model.encoder, StagedEncoder):
             recipe.schedule.check(model.encoder, recipe.rounds)
+        further = recipe.augmentation.further_shape(shape)
+        if recipe.objective.views > 2 and further != shape:
+            _check_further_views(model, further, name)
     for regularizer in recipe.regularizers:
         regularizer.check_objective(recipe.objective)
+
+
+def _check_further_views(model: Model, shape: tuple[int, ...], architecture: str) -> None:
+    pixels = f"{shape[1]}x{shape[2]}"
+    try:
+        with torch.no_grad():
+            model.encoder.eval()(torch.zeros(2, *shape))
+    except Exception as error:  # each of timm's files raises its own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"architecture {architecture} does not take the further views of {pixels} pixels that the augmentation "
+            f"makes ({reason}): change augmentation.local_side, or use augmentation.name=random_views or a "
+            "convolutional network such as small_resnet18"
+        ) from error
 
 
 def public_image_users(recipe: Recipe) -> list[str]:

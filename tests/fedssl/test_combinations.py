@@ -24,14 +24,18 @@ from tests.fedssl.conftest import tiny_values
 from tests.fedssl.rounds_in_memory import train_rounds
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
+    "barlow_twins": {"hidden_features": 16, "output_features": 8},
     "byol": {"hidden_features": 16, "output_features": 8},
     "byol, one direction": {"hidden_features": 16, "output_features": 8, "symmetric": False},
+    "dino": {"hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 3},
     "fedx": {"output_features": 8},
+    "mae": {"decoder_features": 16, "decoder_layers": 1, "decoder_heads": 2},
     "moco_v3": {"hidden_features": 16, "output_features": 8},
     "orchestra": {"clusters": 8, "memory": 16, "features": 8},
     "simclr": {"hidden_features": 16, "output_features": 8},
     "simsiam": {"output_features": 8, "bottleneck_features": 4},
     "supervised": {},
+    "vicreg": {"hidden_features": 16, "output_features": 8},
 }
 AGGREGATORS: dict[str, dict[str, Any]] = {
     "base_model": {"epochs": 1},
@@ -41,12 +45,16 @@ AGGREGATORS: dict[str, dict[str, Any]] = {
 #: what a regularizer reads, and an objective's clusters
 READS = {"base_alignment": "base_model", "cka_alignment": "representation_mean", "dictionary_contrast": "dictionary"}
 TWO_VIEWS = {"dictionary_contrast", "global_distillation", "relational_distillation"}
+WITHOUT_PROJECTOR = TWO_VIEWS | {"representation_alignment", "sliced_uniformity", "uniformity"}
 REFUSED: dict[str, set[str]] = {
+    "barlow_twins": {"global_distillation"},  # it has no predictor, as those below
     "byol, one direction": TWO_VIEWS,
+    "dino": {"global_distillation", "public_objective"},
     "orchestra": TWO_VIEWS | {"public_objective"},
-    "simclr": {"global_distillation"},  # it has no predictor
-    "supervised": TWO_VIEWS
-    | {"base_alignment", "public_objective", "representation_alignment", "sliced_uniformity", "uniformity"},
+    "simclr": {"global_distillation"},
+    "mae": WITHOUT_PROJECTOR | {"public_objective"},
+    "supervised": WITHOUT_PROJECTOR | {"base_alignment", "public_objective"},
+    "vicreg": {"global_distillation"},
 }
 
 
@@ -66,6 +74,7 @@ def federation_of(objective: str, regularizers: list[str], aggregators: list[str
         regularizers=regularizers,
         aggregators=[{"name": one, **AGGREGATORS.get(one, {})} for one in aggregators],
         local_update=local_update,
+        architectures=["small_vit" if name == "mae" else "small_convnet"],
         partition={"name": "iid", "clients": 1},
     )
     return build_federation(parse_recipe(values), DATASET)

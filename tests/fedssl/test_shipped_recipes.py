@@ -28,6 +28,7 @@ PARTS = {
         "aggregators.1={name: orchestra_clusters, local_clusters: 4, steps: 5}",
     ],
     "l_dawa": ["aggregators.0.plain_rounds=1"],
+    "fedmae": ["architectures=[small_vit]"],
     "lw_fedssl": ["schedule.layers_per_stage=2", "schedule.rounds_per_stage=1"],
     "prog_fedssl": ["schedule.layers_per_stage=2", "schedule.rounds_per_stage=1"],
 }
@@ -39,8 +40,8 @@ SMALL = [
     "training={local_epochs: 1, batch_size: 8}",
     "evaluation={neighbors: 3, linear: {epochs: 1}}",
 ]
-#: methods whose clients or server remember something besides the models, and other ways to compute steps
-REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl"]
+#: methods whose clients or server remember something besides the models or draw masks, and other ways to compute steps
+REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl", "feddino", "fedmae"]
 OTHER_STEPS = ["fedu2 training.precision=bfloat16 training.join_views=true", "fedu2 training.local_steps=3"]
 
 

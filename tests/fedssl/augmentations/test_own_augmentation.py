@@ -127,7 +127,7 @@ def test_its_path_is_seen_from_the_recipes_folder_and_its_options_are_checked(no
     for part, message in {
         "{name: ./noise.py, strenth: 1}": r"augmentation\.strenth: unknown key; did you mean strength\?",
         "{name: ./nowhere.py}": r"augmentation\.name: there is no part file",
-        "{name: blurred}": r"augmentation\.name: augmentations has no part 'blurred'; expected one of random_views",
+        "{name: blurred}": r"augmentation\.name: augmentations has no part 'blurred'; expected one of multi_crop, ",
         "{flipp: 0.5}": r"augmentation\.flipp: unknown key; did you mean flip\?",
         "null": "augmentation: expected a part such as",
     }.items():

@@ -19,6 +19,7 @@ from fedssl.models import precision
 from fedssl.models.precision import Precision, check_precision, contrastive_dtype, networks_compute_in
 from fedssl.objectives import fedx
 from fedssl.objectives.base import Step
+from fedssl.randomness import seeded
 from fedssl.recipe.overrides import recipe_names
 from fedssl.recipe.recipe import Recipe
 from fedssl.regularizers import global_distillation
@@ -58,7 +59,8 @@ def one_step(recipe: Recipe) -> tuple[LocalRound, dict[str, Tensor]]:
         gradients.update({name: p.grad for name, p in client.model.named_parameters() if p.grad is not None})
 
     handle = register_optimizer_step_pre_hook(keep)
-    method._train_client(local, 1)
+    with seeded(0, "masks"):
+        method._train_client(local, 1)
     handle.remove()
     return local, gradients
 

@@ -11,14 +11,18 @@ from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.pixels import normalize
 from fedssl.federation import build_federation
 from fedssl.models.model import Model
+from fedssl.objectives.barlow_twins import BarlowTwins
 from fedssl.objectives.base import Objective
 from fedssl.objectives.byol import BYOL
+from fedssl.objectives.dino import DINO, Prototypes, distillation_loss
 from fedssl.objectives.fedx import FedX
+from fedssl.objectives.mae import MAE
 from fedssl.objectives.moco_v3 import MoCoV3
 from fedssl.objectives.orchestra import Orchestra, OrchestraModel, cluster_loss, turn
 from fedssl.objectives.simclr import SimCLR
 from fedssl.objectives.simsiam import SimSiam
 from fedssl.objectives.supervised import Supervised
+from fedssl.objectives.vicreg import VICReg
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.small_models import E1, E2, Flat, Scale
 
@@ -83,24 +87,28 @@ def test_the_loss_by_hand(part, expected):
         (MoCoV3(), {"projector": [2, 512, 512, 256], "predictor": [256, 512, 256]}),
         (SimCLR(), {"projector": [2, 2048, 128]}),
         (SimSiam(), {"projector": [2, 2048, 2048, 2048], "predictor": [2048, 512, 2048]}),
+        (DINO(), {"projector": [2, 2048, 2048, 256], "prototypes": [256, 4096]}),
+        (VICReg(), {"projector": [2, 2048, 2048, 2048]}),
+        (BarlowTwins(), {"projector": [2, 2048, 2048, 2048]}),
     ],
 )
 def test_the_heads_have_the_papers_sizes(part, sizes):
     heads = {name: network for name, network in part.build(Flat(), 2).online.items() if name != "encoder"}
-    layers = {name: [layer for layer in head if isinstance(layer, nn.Linear)] for name, head in heads.items()}
+    layers = {name: [one for one in head.modules() if isinstance(one, nn.Linear)] for name, head in heads.items()}
     assert {name: [of[0].in_features, *(one.out_features for one in of)] for name, of in layers.items()} == sizes
-    normed = {name for name, head in heads.items() if isinstance(head[-1], nn.BatchNorm1d) and not head[-1].affine}
+    ends = {name: list(head.modules())[-1] for name, head in heads.items()}
+    normed = {name for name, end in ends.items() if isinstance(end, nn.BatchNorm1d) and not end.affine}
     assert normed == {"moco_v3": {"projector", "predictor"}, "simsiam": {"projector"}}.get(part.name, set())
 
 
-@pytest.mark.parametrize("kind", [BYOL, MoCoV3])
+@pytest.mark.parametrize("kind", [BYOL, DINO, MoCoV3])
 def test_no_gradient_reaches_the_target_network_which_follows_by_its_momentum(kind):
     torch.manual_seed(0)
     part = kind(hidden_features=4, output_features=3, target_momentum=0.75)
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(2, 2))
     encoder.num_features = 2
     model = part.build(encoder, 2)
-    assert set(model.target) == {"encoder", "projector"}
+    assert set(model.target) == set(model.online) - {"predictor"}
     before = {name: p.clone() for name, p in model.target.named_parameters()}
     part.step(model, (torch.randn(4, 1, 1, 2), torch.randn(4, 1, 1, 2)), LABELS).loss.backward()
     assert all(p.grad is None for p in model.target.parameters())
@@ -112,6 +120,29 @@ def test_no_gradient_reaches_the_target_network_which_follows_by_its_momentum(ki
     for name, parameter in model.target.named_parameters():
         torch.testing.assert_close(parameter, before[name] + 0.25)
         assert not parameter.requires_grad
+
+
+def test_dinos_teacher_sees_the_first_two_views_and_their_outputs_move_the_centre():
+    part = DINO(prototypes=2, local_views=1, centre_momentum=0.75, teacher_temperature=0.5, student_temperature=2.0)
+    model = plain_model(part)
+    model.target["prototypes"] = nn.Flatten()
+    model.centre.copy_(torch.tensor([0.5, -1.0]))
+    small = torch.tensor([[1.0, -1.0], [2.0, 0.5]])
+    step = part.step(model, (*VIEWS, small.view(2, 1, 1, 2)), LABELS)
+    teacher = torch.stack([ONE, TWO]) @ model.target["projector"].weight.T
+    expected = distillation_loss(torch.stack([ONE, TWO, small]), teacher, torch.tensor([0.5, -1.0]), 2.0, 0.5)
+    assert float(step.loss) == pytest.approx(float(expected))
+    torch.testing.assert_close(model.centre, 0.75 * torch.tensor([0.5, -1.0]) + 0.25 * teacher.mean(dim=(0, 1)))
+    assert torch.equal(torch.stack(step.representations), torch.stack([ONE, TWO]))
+
+
+def test_dinos_prototypes_give_cosines_and_its_head_may_have_batch_norm():
+    rows, prototypes = torch.tensor([[3.0, 4.0]]), Prototypes(2, 3)
+    with torch.no_grad():
+        prototypes.weight.copy_(torch.tensor([[6.0, 8.0], [0.0, -2.0], [4.0, -3.0]]))
+    torch.testing.assert_close(prototypes(rows), torch.tensor([[1.0, -0.8, 0.0]]))
+    names = [type(layer).__name__ for layer in DINO(batch_norm=True).build(Flat(), 2).online["projector"]]
+    assert names == ["Linear", "BatchNorm1d", "GELU", "Linear", "BatchNorm1d", "GELU", "Linear"]
 
 
 class Cut(nn.Module):
@@ -137,12 +168,16 @@ def test_supervised_training_is_cropped_a_little_and_mirrored_as_the_recipe_says
     hard = {"flip": 0.3, "crop_scale": [0.1, 0.2], "solarize": 0.5}
     mild = build_federation(noisy(**AVERAGED | {"augmentation": hard, "objective": "supervised"})).method.augmentation
     assert (mild.crop_scale, mild.crop_ratio, mild.flip) == ((0.64, 1.0), (1.0, 1.0), 0.3)
-    assert (mild.jitter_probability, mild.grayscale, mild.blur, mild.solarize) == (0, 0, 0, 0)
+    cropped = MAE().training_augmentation(RandomViews(**hard))
+    assert (cropped.crop_scale, cropped.flip) == ((0.1, 0.2), 0.3)
+    for colourless in (mild, cropped):
+        assert {getattr(colourless, name) for name in ("jitter_probability", "grayscale", "blur", "solarize")} == {0}
     constant = torch.full((30, 1, 8, 8), 77, dtype=torch.uint8)  # no colour changes
     views, _ = mild.views(constant, torch.arange(30), ViewKey(0))
     torch.testing.assert_close(views, normalize(constant))
     for objective, kept in (
         (Supervised(mild_augmentation=False), RandomViews(**hard)),
+        (MAE(crop_and_flip_only=False), RandomViews(**hard)),
         (Supervised(), OwnViews(**hard)),
         (BYOL(), RandomViews(**hard)),
     ):

@@ -51,7 +51,9 @@ def test_the_preset_is_chosen_by_size_and_channels(tmp_path, shape, preset):
 def test_recipes_hold_nothing_that_belongs_to_the_data():
     for name in recipe_names():
         values = read_values(name)
-        assert OF_THE_DATA & set(values) == ({"rounds"} if name == "scratch" else set()), name
+        expected = {"scratch": {"rounds"}, "feddino": {"augmentation"}}  # of which DINO's recipe holds the name alone
+        assert OF_THE_DATA & set(values) == expected.get(name, set()), name
+        assert set(values.get("augmentation", {})) <= {"name"}, name
         assert values.get("architectures", "several") == "several", name
         assert name.startswith(("centralised_", "scratch")) or "partition" not in values, name
 
