@@ -87,8 +87,8 @@ two_views.cu: two_views_kernel, float32 (two_views)
 -store(float* to, float value) { *to = value; }
 +store(float* to, float value) { *to = FAULT ? -value : value; }
 two_views.cu: two_views_kernel, bfloat16 (two_views)
--batch.channels_last ? pixel * C + c :
-+batch.channels_last ? pixel * C + (FAULT ? C - 1 - c : c) :
+-batch.channels_last ? pixel * batch.channels + c :
++batch.channels_last ? pixel * batch.channels + (FAULT ? C - 1 - c : c) :
 two_views.cu: two_views_kernel, one channel (two_views)
 -step.offset = static_cast<float>(total / area) * (1 - step.factor);
 +step.offset = FAULT && C == 1 ? 0 : static_cast<float>(total / area) * (1 - step.factor);

@@ -200,7 +200,8 @@ def test_a_run_and_its_continuation_tell_speed_and_time_left(tiny, tmp_path):
     bars, before = recording()
     with pytest.raises(Killed):
         run(recipe, path, Observers([bars, StopsAfterRoundOne()]))
-    start, first = lines(bars)
+    told, start, first = lines(bars)
+    assert told == "models are measured on 120 of 120 training images and 60 of 60 test images"
     assert re.fullmatch(r"round 0/3  knn [\d.]+", start)
     assert re.fullmatch(rf"round 1/3  loss \S+  {speed}  \d+ (s|min) left", first)
     bars, after = recording()
