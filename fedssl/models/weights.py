@@ -101,13 +101,20 @@ def frozen_encoder(source: str, image_shape: tuple[int, int, int]) -> nn.Module:
     Raises:
         UserError: `source` is no folder of `fedssl export` or timm:NAME, or takes no such images.
     """
-    architecture = _architecture_of(source)
+    weights, architecture = _read(source), _architecture_of(source)
     if architecture is None:
         raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export, or timm:NAME")
     channels, height, width = image_shape
+    trained_on = None if source.startswith(_TIMM) else (_config_of(source) or {}).get("image_shape")
+    if trained_on is not None and trained_on[1:] != [height, width]:
+        raise UserError(
+            f"{source} is an encoder of images [channels, height, width] {trained_on}, got {list(image_shape)}: set "
+            "data.image_size, or name an encoder of this size"
+        )
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
         encoder = build_encoder(architecture, channels, width, height, _stem_of(source))
-    load_weights(encoder, _read(source), architecture, source)
+    load_weights(encoder, weights, architecture, source)
     return encoder.requires_grad_(False).eval()
 
 
@@ -194,7 +201,9 @@ def _architecture_of(source: str) -> str | None:
 
 
 def _stem_of(source: str) -> Stem:
-    config = None if source.startswith(_TIMM) else _config_of(source)
+    if source.startswith(_TIMM):
+        return "large"  # the one that its weights are of
+    config = _config_of(source)
     return "auto" if config is None else stored_stem(config)
 
 
@@ -206,7 +215,7 @@ def _config_of(source: str) -> dict[str, Any] | None:
     try:
         values: Any = json.loads(read_regular_file(config, _MOST_CONFIG_BYTES))
         values = values.get("fedssl", values)
-        return {"architecture": values["architecture"], "stem": values.get("stem", "")}
+        return {key: values.get(key) for key in ("stem", "image_shape")} | {"architecture": values["architecture"]}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"model.weights: {config} cannot be read as an exported encoder's: {error!r}") from error
 

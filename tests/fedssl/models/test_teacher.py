@@ -1,0 +1,132 @@
+"""Distillation: its losses and gradients by definition, what a run records of its teacher, and what is refused."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from fedssl.engines import in_process
+from fedssl.errors import UserError
+from fedssl.federation import build_federation, federation_of_run
+from fedssl.models import weights
+from fedssl.models.teacher import similarity_loss
+from fedssl.models.weights import digest, frozen_encoder
+from fedssl.objectives.base import Step
+from fedssl.recipe.reading import load_recipe, load_stored_recipe
+from fedssl.recipe.rules import check_parts
+from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.rounds_in_memory import train_rounds
+from tests.fedssl.small_models import local_round, scalar_model
+
+PART = {"name": "distillation"}
+VIEW = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def cosine(x, y):
+    return float(x @ y) / math.sqrt(float(x @ x) * float(y @ y))
+
+
+def similarities_by_definition(student, teacher, temperature):
+    total = 0.0
+    for i in range(len(student)):
+        others = [j for j in range(len(student)) if j != i]
+        s, t = ([math.exp(cosine(x[i], x[j]) / temperature) for j in others] for x in (student, teacher))
+        total += sum(b / sum(t) * math.log((b / sum(t)) / (a / sum(s))) for a, b in zip(s, t, strict=True))
+    return total / len(student)
+
+
+def test_similarities_equal_the_definition_and_their_gradients_finite_differences():
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(5, d, dtype=torch.float64) for d in (3, 4))
+    assert float(similarity_loss(student, teacher, 0.5)) == pytest.approx(
+        similarities_by_definition(student, teacher, 0.5), rel=1e-12
+    )
+    assert torch.autograd.gradcheck(lambda x: similarity_loss(x, teacher, 0.5), student.requires_grad_())
+    assert float(similarity_loss(3 * teacher, teacher, 0.1)) == pytest.approx(0, abs=1e-12)
+    assert float(similarity_loss(student[:1], teacher[:1], 0.5)) == 0
+
+
+@pytest.mark.parametrize(("loss", "layers"), [("features", 1), ("features", 2), ("similarities", 1)])
+def test_a_step_compares_the_networks_on_one_view_and_the_teacher_is_in_no_state(noisy, teacher, loss, layers):
+    part = PART | {"teacher": str(teacher), "loss": loss, "projector_layers": layers, "temperature": 0.5}
+    federation = build_federation(noisy(**AVERAGED, objective=part))
+    model, teacher_network = federation.new_model(None).eval(), frozen_encoder(str(teacher), (1, 8, 8))
+    step = federation.method.objective.step(model, (VIEW,), torch.zeros(6))
+    student, target = model.represent(VIEW).double(), teacher_network(VIEW).double()
+    if loss == "features":
+        expected = 1 - sum(cosine(x, y) for x, y in zip(student, target, strict=True)) / 6
+    else:
+        expected = similarities_by_definition(student, target, 0.5)
+    assert float(step.loss) == pytest.approx(float(expected), rel=1e-4)
+    step.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert target.shape == (6, 192)
+    assert set(model.online) == {"encoder"} | ({"projector"} if loss == "features" else set())
+    assert federation.method.initial_state().tensors.keys() == model.state_dict().keys()
+
+
+def test_beside_another_objective_it_is_the_similarities_of_the_first_online_view(noisy, teacher):
+    recipe = noisy(**AVERAGED, regularizers=[PART | {"teacher": str(teacher), "weight": 3, "temperature": 0.5}])
+    federation = build_federation(recipe)
+    local, other = local_round(scalar_model()), torch.zeros_like(VIEW)
+    step = Step(torch.tensor(0.0), (torch.randn(6, 5), torch.randn(6, 5)), views=(other, VIEW, other), first_view=1)
+    target = frozen_encoder(str(teacher), (1, 8, 8))(VIEW).double()
+    expected = similarities_by_definition(step.representations[0].double(), target, 0.5)
+    assert float(federation.method.regularizers[0].start_round(local)(step)) == pytest.approx(3 * expected, rel=1e-4)
+    assert local.logged()["distillation_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_run_records_its_teacher_and_goes_on_with_no_other_but_is_evaluated_without_any(noisy, teacher, tmp_path):
+    folder = Path(shutil.copytree(teacher, tmp_path / "teacher"))
+    recipe = noisy(**AVERAGED, objective=PART | {"teacher": str(folder)}, training={"local_epochs": 3, "batch_size": 8})
+    run = in_process.run(recipe, tmp_path / "run").path
+    stored = load_stored_recipe(RunDirectory.open(run), trust=False)
+    assert stored.objective.teacher_digest == digest(load_file(folder / "model.safetensors"))
+    assert stored.objective.teacher_features == 192
+    rounds = [train_rounds(build_federation(stored), 2) for _ in range(2)]
+    state = RunDirectory.open(run).server_state().tensors
+    assert all(torch.equal(state[name], tensor) for done in rounds for name, tensor in done.server.tensors.items())
+    assert rounds[0].replies[2][0].metrics["loss"] < rounds[0].replies[1][0].metrics["loss"]
+    others = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(others, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"distillation\.teacher: .*other weights than those recorded in teacher_digest"):
+        build_federation(stored)
+    shutil.rmtree(folder)
+    assert "projector" in federation_of_run(RunDirectory.open(run)).new_model(None).online
+
+
+def test_wrong_teachers_are_refused_by_name(noisy, finished, teacher, tmp_path):
+    small = Path(shutil.copytree(teacher, tmp_path / "small"))
+    (small / "config.json").write_text('{"fedssl": {"architecture": "small_convnet_wide", "image_shape": [1, 4, 4]}}')
+    run = finished(noisy(**AVERAGED))
+    for wrong, says in {
+        str(small): r"small is an encoder of images .* \[1, 4, 4\], got \[1, 8, 8\]: set data.image_size",
+        str(tmp_path / "none"): r"there is no file .*none; expected a folder of fedssl export",
+        "timm:resnet1": r"timm has no model 'resnet1'",
+        str(run): r"is a run's: export its encoder first, with fedssl export",
+        str(teacher / "model.safetensors"): r"does not tell its architecture: expected a folder",
+    }.items():
+        for part in ({"objective": PART | {"teacher": wrong}}, {"regularizers": [PART | {"teacher": wrong}]}):
+            with pytest.raises(UserError, match=rf"^distillation\.teacher: .*{says}"):
+                build_federation(noisy(**AVERAGED | part))
+    with pytest.raises(UserError, match="which engine flower's sites lack: use timm:NAME"):
+        check_parts(noisy(**AVERAGED, objective=PART | {"teacher": str(teacher)}, engine="flower"))
+    check_parts(noisy(**AVERAGED, objective=PART | {"teacher": "timm:resnet18"}, engine="flower"))
+
+
+def test_a_teacher_of_timm_keeps_its_own_stem_and_a_path_starts_at_the_recipe(monkeypatch, tmp_path):
+    given = timm.create_model("resnet10t", num_classes=0).state_dict()
+    monkeypatch.setattr(weights, "_from_timm", lambda name: given)
+    network = frozen_encoder("timm:resnet10t", (3, 32, 32))
+    assert all(torch.equal(tensor, given[name]) for name, tensor in network.state_dict().items())
+    assert not any(p.requires_grad for p in network.parameters())
+    assert not network.training
+    values = tiny_values(**AVERAGED, objective=PART | {"teacher": "encoder"})
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    assert load_recipe(tmp_path / "mine.yaml").objective.teacher == str(tmp_path / "encoder")
