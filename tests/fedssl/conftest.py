@@ -97,6 +97,10 @@ def noisy(shared_folder) -> Callable[..., Recipe]:
     )
 
 
+#: options of objective and regularizer `distillation`, once the fixture `teacher` has made the folder
+TAUGHT: dict[str, str] = {}
+
+
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory) -> Path:
     """The folder of an encoder for grey images of 8x8 pixels, with random weights."""
@@ -105,6 +109,7 @@ def teacher(tmp_path_factory) -> Path:
         encoder = build_encoder("small_convnet_wide", 1, 8)
     save_file(encoder.state_dict(), folder / "model.safetensors")
     (folder / "config.json").write_text('{"architecture": "small_convnet_wide"}')
+    TAUGHT["teacher"] = str(folder)
     return folder
 
 

@@ -95,7 +95,9 @@ def test_a_run_records_its_teacher_and_goes_on_with_no_other_but_is_evaluated_wi
     assert rounds[0].replies[2][0].metrics["loss"] < rounds[0].replies[1][0].metrics["loss"]
     others = {name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(others, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"distillation\.teacher: .*other weights than those recorded in teacher_digest"):
+    with pytest.raises(
+        UserError, match=r"distillation\.teacher: .*other weights than those recorded in teacher_digest"
+    ):
         build_federation(stored)
     shutil.rmtree(folder)
     assert "projector" in federation_of_run(RunDirectory.open(run)).new_model(None).online
@@ -107,7 +109,7 @@ def test_wrong_teachers_are_refused_by_name(noisy, finished, teacher, tmp_path):
     run = finished(noisy(**AVERAGED))
     for wrong, says in {
         str(small): r"small is an encoder of images .* \[1, 4, 4\], got \[1, 8, 8\]: set data.image_size",
-        str(tmp_path / "none"): r"there is no file .*none; expected a folder of fedssl export",
+        str(tmp_path / "none"): r"there is no folder .*none: expected a folder of fedssl export",
         "timm:resnet1": r"timm has no model 'resnet1'",
         str(run): r"is a run's: export its encoder first, with fedssl export",
         str(teacher / "model.safetensors"): r"does not tell its architecture: expected a folder",
