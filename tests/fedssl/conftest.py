@@ -106,8 +106,7 @@ def teacher(tmp_path_factory) -> Path:
     """The folder of an encoder for grey images of 8x8 pixels, with random weights."""
     folder = tmp_path_factory.mktemp("teacher")
     with seeded(1, "teacher"):
-        encoder = build_encoder("small_convnet_wide", 1, 8)
-    save_file(encoder.state_dict(), folder / "model.safetensors")
+        save_file(build_encoder("small_convnet_wide", 1, 8).state_dict(), folder / "model.safetensors")
     (folder / "config.json").write_text('{"architecture": "small_convnet_wide"}')
     TAUGHT["teacher"] = str(folder)
     return folder

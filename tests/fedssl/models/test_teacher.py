@@ -32,7 +32,8 @@ def cosine(x, y):
     return float(x @ y) / math.sqrt(float(x @ x) * float(y @ y))
 
 
-def similarities_by_definition(student, teacher, temperature):
+def similarities(student, teacher, temperature=0.5):
+    """By the definition, image by image."""
     total = 0.0
     for i in range(len(student)):
         others = [j for j in range(len(student)) if j != i]
@@ -44,40 +45,31 @@ def similarities_by_definition(student, teacher, temperature):
 def test_similarities_equal_the_definition_and_their_gradients_finite_differences():
     torch.manual_seed(0)
     student, teacher = (torch.randn(5, d, dtype=torch.float64) for d in (3, 4))
-    assert float(similarity_loss(student, teacher, 0.5)) == pytest.approx(
-        similarities_by_definition(student, teacher, 0.5), rel=1e-12
-    )
-    assert torch.autograd.gradcheck(lambda x: similarity_loss(x, teacher, 0.5), student.requires_grad_())
+    assert float(similarity_loss(student, teacher, 0.5)) == pytest.approx(similarities(student, teacher), rel=1e-12)
     assert float(similarity_loss(3 * teacher, teacher, 0.1)) == pytest.approx(0, abs=1e-12)
     assert float(similarity_loss(student[:1], teacher[:1], 0.5)) == 0
+    assert torch.autograd.gradcheck(lambda x: similarity_loss(x, teacher, 0.5), student.requires_grad_())
 
 
 @pytest.mark.parametrize(("loss", "layers"), [("features", 1), ("features", 2), ("similarities", 1)])
 def test_a_step_compares_the_networks_on_one_view_and_the_teacher_is_in_no_state(noisy, teacher, loss, layers):
-    part = PART | {"teacher": str(teacher), "loss": loss, "projector_layers": layers, "temperature": 0.5}
-    federation = build_federation(noisy(**AVERAGED, objective=part))
-    model, teacher_network = federation.new_model(None).eval(), frozen_encoder(str(teacher), (1, 8, 8))
+    options = {"teacher": str(teacher), "temperature": 0.5}
+    part = PART | options | {"loss": loss, "projector_layers": layers}
+    federation = build_federation(noisy(**AVERAGED, objective=part, regularizers=[PART | options | {"weight": 3}]))
+    model = federation.new_model(None).eval()
     step = federation.method.objective.step(model, (VIEW,), torch.zeros(6))
-    student, target = model.represent(VIEW).double(), teacher_network(VIEW).double()
-    if loss == "features":
-        expected = 1 - sum(cosine(x, y) for x, y in zip(student, target, strict=True)) / 6
-    else:
-        expected = similarities_by_definition(student, target, 0.5)
-    assert float(step.loss) == pytest.approx(float(expected), rel=1e-4)
+    outputs, target = model.represent(VIEW).double(), frozen_encoder(str(teacher), (1, 8, 8))(VIEW).double()
+    expected = 1 - sum(cosine(x, y) for x, y in zip(outputs, target[:, : outputs.shape[1]], strict=True)) / 6
+    expected = similarities(outputs, target) if loss == "similarities" else expected
+    assert step.loss.item() == pytest.approx(expected, rel=1e-4)
     step.loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert target.shape == (6, 192)
-    assert set(model.online) == {"encoder"} | ({"projector"} if loss == "features" else set())
     assert federation.method.initial_state().tensors.keys() == model.state_dict().keys()
-
-
-def test_beside_another_objective_it_is_the_similarities_of_the_first_online_view(noisy, teacher):
-    recipe = noisy(**AVERAGED, regularizers=[PART | {"teacher": str(teacher), "weight": 3, "temperature": 0.5}])
-    federation = build_federation(recipe)
+    assert set(model.online) == {"encoder", "projector"} - ({"projector"} if loss == "similarities" else set())
+    # beside another objective, on the first view of the online network
     local, other = local_round(scalar_model()), torch.zeros_like(VIEW)
     step = Step(torch.tensor(0.0), (torch.randn(6, 5), torch.randn(6, 5)), views=(other, VIEW, other), first_view=1)
-    target = frozen_encoder(str(teacher), (1, 8, 8))(VIEW).double()
-    expected = similarities_by_definition(step.representations[0].double(), target, 0.5)
+    expected = similarities(step.representations[0].double(), target)
     assert float(federation.method.regularizers[0].start_round(local)(step)) == pytest.approx(3 * expected, rel=1e-4)
     assert local.logged()["distillation_loss"] == pytest.approx(expected, rel=1e-4)
 
