@@ -138,10 +138,13 @@ class Federation:
         return [k for k in sampled if draws[k] >= probability]
 
 
-def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int | None = None) -> Federation:
+def build_federation(
+    recipe: Recipe, dataset: Dataset | None = None, owner: int | None = None, trains: bool = True
+) -> Federation:
     """Load the data, deal it to the clients and compose the method.
 
     Where an owner is given, `recipe.data` names the own images of this client: it gets all of them and the others none.
+    A federation that only evaluates needs no files that its parts train with.
 
     Raises:
         UserError: data or weights that cannot be read or do not fit, or parts that do not fit each other.
@@ -158,6 +161,11 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
     if recipe.data.window == "percentiles":
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"window": images.window})})
     check_data(recipe, images)
+    shape = tuple(images.train_images.shape[1:])
+    if trains:
+        regularizers = [regularizer.recorded(shape) for regularizer in recipe.regularizers]
+        parts = {"objective": recipe.objective.recorded(shape), "regularizers": regularizers}
+        recipe = recipe.model_copy(update=parts)
     if owner is None:
         client_rows = deal(images, recipe.partition, recipe.seed)
     else:
@@ -169,7 +177,6 @@ def build_federation(recipe: Recipe, dataset: Dataset | None = None, owner: int 
         with seeded(recipe.seed, "model", owner):
             return _build_model(recipe, images, architecture, weights)
 
-    shape = tuple(images.train_images.shape[1:])
     check_models(recipe, lambda architecture: model_of(architecture, "check"), shape)
     downstream = {}
     for label, options in (recipe.evaluation.downstream or {}).items():
@@ -210,7 +217,7 @@ def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: 
     if not downstream:
         evaluation = recipe.evaluation.model_copy(update={"downstream": None})
         recipe = recipe.model_copy(update={"evaluation": evaluation})
-    return build_federation(recipe)
+    return build_federation(recipe, trains=False)
 
 
 def require_same_data(folder: Path, digests: Digests) -> None:

@@ -24,6 +24,8 @@ from .options import Options
 from .untrusted import absolute_path
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
     from .models.model import Model  # it imports torch, which listing the presets does without
 
 Base = TypeVar("Base")
@@ -48,6 +50,10 @@ class Part(Options):
     def is_data_parallel(cls) -> bool:
         """Return whether this class itself, and not one that it derives from, declares `data_parallel`."""
         return bool(vars(cls).get("data_parallel", False))
+
+    def recorded(self, image_shape: tuple[int, ...]) -> Self:
+        """Return the part as a run on images [C, H, W] records it, for instance with digests of files that it reads."""
+        return self
 
     def check_model(self, model: Model) -> None:
         """Raise a UserError for a model that lacks what the part needs; called before anything runs."""

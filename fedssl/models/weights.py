@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..options import Options
 from ..untrusted import quoted, read_regular_file
-from .encoders import Stem, build_encoder, has_small_image_stem, stored_stem
+from .encoders import STEMS, Stem, build_encoder, has_small_image_stem, stored_stem
 
 
 class ModelOptions(Options):
@@ -101,13 +101,22 @@ def frozen_encoder(source: str, image_shape: tuple[int, int, int]) -> nn.Module:
     Raises:
         UserError: `source` is no folder of `fedssl export` or timm:NAME, or takes no such images.
     """
-    architecture = _architecture_of(source)
+    if not source.startswith(_TIMM) and not Path(source).exists():
+        raise UserError(f"there is no folder {source}: expected a folder of fedssl export, or timm:NAME")
+    weights, architecture = _read(source), _architecture_of(source)
     if architecture is None:
         raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export, or timm:NAME")
     channels, height, width = image_shape
+    trained_on = [] if source.startswith(_TIMM) else (_config_of(source) or {}).get("image_shape")
+    if trained_on and trained_on[1:] != [height, width]:
+        raise UserError(
+            f"{source} is an encoder of images [channels, height, width] {trained_on}, got {list(image_shape)}: set "
+            "data.image_size, or name an encoder of this size"
+        )
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
         encoder = build_encoder(architecture, channels, width, height, _stem_of(source))
-    load_weights(encoder, _read(source), architecture, source)
+    load_weights(encoder, weights, architecture, source)
     return encoder.requires_grad_(False).eval()
 
 
@@ -194,7 +203,9 @@ def _architecture_of(source: str) -> str | None:
 
 
 def _stem_of(source: str) -> Stem:
-    config = None if source.startswith(_TIMM) else _config_of(source)
+    if source.startswith(_TIMM):
+        return "large"  # the one that its weights are of
+    config = _config_of(source)
     return "auto" if config is None else stored_stem(config)
 
 
@@ -206,7 +217,9 @@ def _config_of(source: str) -> dict[str, Any] | None:
     try:
         values: Any = json.loads(read_regular_file(config, _MOST_CONFIG_BYTES))
         values = values.get("fedssl", values)
-        return {"architecture": values["architecture"], "stem": values.get("stem", "")}
+        stem = values.get("stem", STEMS["large"] if "pretrained_cfg" in values else "")  # the latter is timm's own file
+        image_shape = [int(side) for side in values.get("image_shape", ())]
+        return {"architecture": values["architecture"], "stem": stem, "image_shape": image_shape}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"model.weights: {config} cannot be read as an exported encoder's: {error!r}") from error
 
@@ -262,10 +275,13 @@ def _from_timm(name: str) -> Weights:
         with torch.random.fork_rng(devices=[]):
             model = timm.create_model(name, pretrained=True, num_classes=0)
     except Exception as error:  # the hub's client raises many kinds
-        fetch = f"hf download {known.hf_hub_id} model.safetensors" if known.hf_hub_id else f"curl -LO {known.url}"
+        fetch = f"curl -LO {known.url}; copy the file here and set model.weights=FILE"
+        if known.hf_hub_id:
+            files = "model.safetensors config.json --local-dir FOLDER"
+            fetch = f"hf download {known.hf_hub_id} {files}; copy FOLDER here and name it in place of {_TIMM}{name}"
         raise UserError(
             f"model.weights: {_TIMM}{name} cannot be fetched here ({type(error).__name__}); on a machine with access "
-            f"run: {fetch}; copy the file here and set model.weights=FILE"
+            f"run: {fetch}"
         ) from error
     finally:
         logging.disable(disabled)

@@ -93,8 +93,8 @@ def with_paths_from(folder: Path, part: Any) -> Any:
     if isinstance(part, list):
         return [with_paths_from(folder, one) for one in part]
     if isinstance(part, dict) and "name" in part:
-        encoder = {"oracle": _with_encoder_from(folder, part["oracle"])} if "oracle" in part else {}
-        return part | {"name": with_paths_from(folder, part["name"])} | encoder
+        encoders = {key: _with_encoder_from(folder, part[key]) for key in ("oracle", "teacher") if key in part}
+        return part | {"name": with_paths_from(folder, part["name"])} | encoders
     if isinstance(part, str) and part.endswith(".py"):
         return str(absolute_path(folder, part))
     return part

@@ -20,6 +20,7 @@ from ..evaluation.evaluate import check_colours, check_labels
 from ..evaluation.fine_tuning import check_fine_tuning
 from ..models.model import Model
 from ..models.stages import StagedEncoder
+from ..models.teacher import TaughtPart
 from ..models.view_threads import sharing_problem
 from ..parts import is_session_part, part_class, part_names
 from .recipe import FixedClipping, LocalDP, Recipe, SecAggPlus
@@ -219,6 +220,12 @@ def _rules_of_aggregators(recipe: Recipe) -> Iterator[str]:
         isinstance(part, RepresentationMean) and part.oracle is not None for part in recipe.aggregators
     ):
         yield "representation_mean.oracle is a folder of this machine, which engine flower's sites lack: use in-process"
+    for part in (recipe.objective, *recipe.regularizers):
+        if recipe.engine == "flower" and isinstance(part, TaughtPart) and not part.teacher.startswith("timm:"):
+            yield (
+                "distillation.teacher is a folder of this machine, which engine flower's sites lack: use timm:NAME, "
+                "whose weights each site fetches itself, or in-process"
+            )
     exchanging = [aggregator.name for aggregator in recipe.aggregators if aggregator.exchanges_weights]
     if len(exchanging) > 1:
         yield f"aggregators {exchanging[0]} and {exchanging[1]} both join the weights: remove one of the two"

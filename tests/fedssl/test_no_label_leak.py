@@ -21,6 +21,7 @@ from tests.fedssl.killed_runs import contents
 from tests.fedssl.rounds_in_memory import Rounds, train_rounds
 from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS, noise
 
+pytestmark = pytest.mark.usefixtures("teacher")
 CLIENTS, IMAGES, CLASSES = 2, 24, 3
 #: options without which a part does not fit a data set of so few images
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +53,7 @@ def trained(seed: int, objective: str = "fedx", **parts: Any) -> Rounds:
     aggregators += ["orchestra_clusters"] if objective == "orchestra" else []
     values = tiny_values(
         objective=with_options([objective])[0],
-        regularizers=parts.get("regularizers", []),
+        regularizers=with_options(parts.get("regularizers", [])),
         aggregators=with_options(aggregators),
         local_update=parts.get("local_update", "replace"),
         schedule=with_options([parts.get("schedule", "end_to_end")])[0],
