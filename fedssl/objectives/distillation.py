@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..models.model import Model, mlp_head
-from ..models.teacher import TaughtPart, similarity_loss
+from ..teacher import TaughtPart, similarity_loss
 from .base import Objective, Step
 
 

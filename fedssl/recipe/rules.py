@@ -20,9 +20,9 @@ from ..evaluation.evaluate import check_colours, check_labels
 from ..evaluation.fine_tuning import check_fine_tuning
 from ..models.model import Model
 from ..models.stages import StagedEncoder
-from ..models.teacher import TaughtPart
 from ..models.view_threads import sharing_problem
 from ..parts import is_session_part, part_class, part_names
+from ..teacher import TaughtPart
 from .recipe import FixedClipping, LocalDP, Recipe, SecAggPlus
 
 # SecAgg+ counts below 2^32, so that of more clients each would send integers below 2^22, Flower's default

@@ -6,8 +6,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..models.teacher import TaughtPart, similarity_loss
 from ..objectives.base import Step
+from ..teacher import TaughtPart, similarity_loss
 from .base import Regularizer, StepLoss
 
 

@@ -13,12 +13,12 @@ from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.federation import build_federation, federation_of_run
 from fedssl.models import weights
-from fedssl.models.teacher import similarity_loss
 from fedssl.models.weights import digest, frozen_encoder
 from fedssl.objectives.base import Step
 from fedssl.recipe.reading import load_recipe, load_stored_recipe
 from fedssl.recipe.rules import check_parts
 from fedssl.run_folder.directory import RunDirectory
+from fedssl.teacher import similarity_loss
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.small_models import local_round, scalar_model

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from ..errors import UserError
-from ..parts import Part
-from .weights import digest, frozen_encoder
+from .errors import UserError
+from .models.weights import digest, frozen_encoder
+from .parts import Part
 
 if TYPE_CHECKING:
     from typing_extensions import Self
