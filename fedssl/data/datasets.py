@@ -88,9 +88,8 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     """
     load: Callable[[DataOptions], Splits] = pkgutil.resolve_name(f"{__package__}.{SOURCES[options.name].loader}")
     splits = load(options)
-    options = options.model_copy(
-        update={"window": splits.window if options.window == "percentiles" else options.window}
-    )
+    if options.window == "percentiles":
+        options = options.model_copy(update={"window": splits.window})
     train, test = (_resized(split, options.image_size) for split in (splits.train, splits.test))
     validation = None if splits.validation is None else _resized(splits.validation, options.image_size)
     _require_usable_shapes(train, test=test, validation=validation)

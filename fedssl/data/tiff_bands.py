@@ -5,6 +5,7 @@ has a plane of one band. So another directory for the same strips lets Pillow de
 """
 
 import io
+import itertools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _values_of_gray(content: bytes, bands: Bands) -> NDArray[Any]:
 
 
 def _gray_tiffs(content: bytes, bands: Bands, by_pixel: bool) -> Iterator[bytes]:
-    """Yield the file once for each plane, with a directory that calls it a gray image of one byte a pixel."""
+    """Yield a file of each plane, with a directory that calls it a gray image of one byte a pixel."""
     tags, factor = bands.tags, bands.dtype.itemsize * (bands.count if by_pixel else 1)
     places, sizes = (_TILES, _TILE_BYTES) if _TILES in tags else (_STRIPS, _STRIP_BYTES)
     own: dict[int, tuple[int, ...]] = {
@@ -120,9 +121,14 @@ def _gray_tiffs(content: bytes, bands: Bands, by_pixel: bool) -> Iterator[bytes]
     count = len(tags[places]) // planes
     magic = b"II*\0" if bands.order == "<" else b"MM\0*"
     for plane in range(planes):
-        part = {tag: tags[tag][plane * count : (plane + 1) * count] for tag in (places, sizes)}
-        header = magic + struct.pack(f"{bands.order}I", len(content))
-        yield header + content[8:] + _directory(bands.order, len(content), own | part)
+        part = slice(plane * count, (plane + 1) * count)
+        stored_at = zip(tags[places][part], tags[sizes][part], strict=True)
+        pieces = [content[place : place + size] for place, size in stored_at]
+        starts = tuple(itertools.accumulate(map(len, pieces[:-1]), initial=8))
+        body = b"".join(pieces)  # of this plane alone
+        header = magic + struct.pack(f"{bands.order}I", 8 + len(body))
+        stored = own | {places: starts, sizes: tuple(map(len, pieces))}
+        yield header + body + _directory(bands.order, 8 + len(body), stored)
 
 
 def _directory(order: str, start: int, tags: dict[int, tuple[int, ...]]) -> bytes:
