@@ -98,9 +98,11 @@ class RepresentationMean(Aggregator):
     is the kernel of the encoder in `oracle`, which never changes either: where that was trained on all clients' images
     in one place, it says how much any peers could give (docs/methods/hetero_ssfl.md).
 
-    With `renew_every` N, clients send their A_j in the opening round and in every Nth round only. Until the Nth round they
-    align to the kernels of the untrained networks, and then N rounds long to those of then. The paper renews them in
-    every round; docs/how_much_can_peers_give.md has what either reached. With kernel `frobenius` each K_j
+    With `renew_every` N, clients send their A_j in the opening round and in every Nth round only. Until the Nth round
+    they align to the kernels of the untrained networks, and then N rounds long to those of then. The paper renews them
+    in every round; docs/how_much_can_peers_give.md has what either reached.
+
+    With kernel `frobenius` each K_j
     is divided by its norm, so that a client with large representations does not dominate the others; `half_whitened` is
     (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is exp(-|a_i - a_j|^2 / (2 s^2)) with s = `bandwidth` times the
     median distance (the RBF kernel of Kornblith et al. 2019, section 3), which is sent as an L x L matrix; the term
