@@ -239,6 +239,7 @@ KINDS = {
     "eua": {"aggregators": ["eua"], "local_update": "replace"},
     "mgda": {"aggregators": ["mgda"], "local_update": "replace"},
     "l_dawa": {"aggregators": [{"name": "l_dawa", "plain_rounds": 0}], "local_update": "replace"},
+    "trimmed_mean": {"aggregators": ["trimmed_mean"], "local_update": "replace"},
     "aligned": ALIGNED,
     "averaged and aligned": {
         "regularizers": ALIGNED["regularizers"],

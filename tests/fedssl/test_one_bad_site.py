@@ -153,3 +153,15 @@ def test_a_site_that_states_a_billion_images_is_named_and_costs_nothing(five, wi
             mean = sum(done.replies[number][k].tensors[name].double() * n / total for k, n in weights.items())
             torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=0.5 if "num_b" in name else 1e-6)
     assert abs(accuracy(five, done) - accuracy(five, without)) <= 5  # three seeds differ by 3.5
+
+
+@pytest.mark.parametrize("factor", [-4.0, 4.0])
+def test_what_the_guard_lets_through_stays_among_the_others_in_a_trimmed_mean(factor, tiny):
+    """A drift just below the bound: every entry of the mean lies between those of honest sites."""
+    federation = build_federation(tiny(**FIVE | {"aggregators": ["trimmed_mean"]}))
+    done = run(federation, [0, 1, 2, 3, BAD], attack=scaled_update(factor))
+    assert not any(refused_in(server) for server in done.servers)
+    for number in range(1, ROUNDS + 1):
+        for name, tensor in done.servers[number].tensors.items():
+            honest = torch.stack([done.replies[number][k].tensors[name].double() for k in range(4)])
+            assert ((honest.amin(0) - 1e-6 <= tensor) & (tensor <= honest.amax(0) + 1e-6)).all()

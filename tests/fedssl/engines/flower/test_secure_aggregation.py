@@ -68,9 +68,9 @@ def states(monkeypatch) -> list[Message]:
     committed: list[Message] = []
     real = RunDirectory.commit
 
-    def note(directory, number, server, finished):
+    def note(directory, number, server, finished, keep):
         committed.append(server.copy())
-        real(directory, number, server, finished)
+        real(directory, number, server, finished, keep)
 
     monkeypatch.setattr(RunDirectory, "commit", note)
     return committed
