@@ -2,6 +2,10 @@
 
 nan      weights of NaN
 1e30     weights of 1e30
+900      weights of 900
+zeros    weights of 0
+flip     weights of the opposite sign, ten times as large
+buffers  running variances and counters of 900,000
 late     the answer is sent after the round's deadline
 twice    the SuperNode announces its answer twice
 disk     the site's disk is full: no file may become larger than a few KiB
@@ -35,6 +39,18 @@ def send_late(message: Message) -> None:
     time.sleep(left + LATE_SECONDS)
 
 
+def flip(message: Message) -> None:
+    for name, tensor in message.tensors.items():
+        if tensor.is_floating_point() and not name.endswith("running_var"):
+            tensor.mul_(-10.0)
+
+
+def huge_buffers(message: Message) -> None:
+    for name, tensor in message.tensors.items():
+        if name.endswith(("running_var", "num_batches_tracked")):
+            tensor.fill_(900_000)
+
+
 def announce_twice() -> None:
     real = FleetHttpClient.PushMessages
 
@@ -56,6 +72,10 @@ if __name__ == "__main__":
     AFTER_TRAINING |= {
         "nan": weights_of(float("nan")),
         "1e30": weights_of(1e30),
+        "900": weights_of(900.0),
+        "zeros": weights_of(0.0),
+        "flip": flip,
+        "buffers": huge_buffers,
         "late": send_late,
         "twice": lambda message: TWICE.touch(),
         "disk": lambda message: resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES)),

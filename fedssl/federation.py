@@ -17,6 +17,7 @@ from .data.partitions import class_counts, deal
 from .data.stored_images import rows_in_place
 from .errors import UserError
 from .evaluation.evaluate import check_downstream, load_downstream
+from .guard import GuardOptions
 from .messages import Message
 from .method import Method
 from .models.encoders import build_encoder
@@ -199,10 +200,17 @@ def build_federation(
         seed=recipe.seed,
         global_model=model_of(recipe.architecture_of(0), "server").to(device) if exchanges else None,
         public_images=images.public_images,
-        guard=recipe.guard,
+        guard=_guard_of(recipe),
         transport=recipe.transport,
     )
     return Federation(recipe, images, client_rows, method, device, weights, downstream)
+
+
+def _guard_of(recipe: Recipe) -> GuardOptions:
+    """Return the recipe's guard, without a bound of shares where the partition makes uneven ones on purpose."""
+    if recipe.guard.largest_share is None and recipe.partition.name in ("quantity_skew", "column"):
+        return recipe.guard.model_copy(update={"largest_share": 1.0})
+    return recipe.guard
 
 
 def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: bool = False) -> Federation:

@@ -1,7 +1,8 @@
 """The server's guard: an answer that cannot be right is refused, named, and left out of its round.
 
-It runs in `Method.aggregate`, before every aggregator and under every engine. It finds broken answers, not malicious
-ones: plausible but wrong numbers pass. In doubt it accepts: leaving out an honest client is the greater harm.
+It runs in `Method.aggregate`, before every aggregator and under every engine. It finds broken answers, and those that
+are far larger than the others (outliers.py); plausible but wrong numbers pass. In doubt it accepts: leaving out an
+honest client is the greater harm. The images by which a client counts are limited too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median_low
 
 from pydantic import Field
 from torch import Tensor
@@ -21,11 +21,14 @@ from .errors import UserError
 from .evaluation.metrics import is_reserved
 from .messages import Message
 from .options import Options
+from .outliers import outliers
 
 _Extremes = dict[str, tuple[float, float]]  # the smallest and the largest entry of tensors by name
 
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"
+#: why a client counts by fewer images in the last round than it states: `capped/3` in the config
+CAPPED = "capped/"
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric
 _NEVER_NEGATIVE = (".running_var", ".num_batches_tracked")  # a square root is taken of the first; the second counts
@@ -38,6 +41,13 @@ class GuardOptions(Options):
     minimum_answers: int = Field(1, ge=1, description="usable answers that a round needs; with fewer the run stops")
     largest_value: float = Field(
         1e6, gt=0, description="largest magnitude in a tensor of an answer; networks stay far below"
+    )
+    largest_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="of all images that one client counts by; by default 1/2 + 1/clients, at most 0.9; 1 for the "
+        "partitions quantity_skew and column, which are uneven on purpose",
     )
 
 
@@ -53,6 +63,7 @@ class Asked:
         samples: the images of each client; it may report up to twice as many. A client that is not among them may
             report any positive number.
         noisy: whether a variance or a counter may be negative, because noise was added to it.
+        counted: the images that a client counts by where these are fewer than it states (see `capped_images`).
     """
 
     expected: dict[int, dict[str, Shape]]
@@ -60,39 +71,70 @@ class Asked:
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[int, int] = field(default_factory=dict)
     noisy: bool = False
+    counted: Mapping[int, float] = field(default_factory=dict)
 
 
 def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest: float) -> dict[int, str]:
     """Return why each broken answer is refused, by client; empty if all answers are valid.
 
     An answer is refused if a tensor is missing, was not asked for, has a wrong shape or dtype, or contains NaN, an
-    infinity or a magnitude above `largest`; if a variance or a counter is negative; or if a floating-point tensor's
-    magnitude is above 1000 and also above 1000 times both the server's and the median of the answers'. It is also
-    refused if `samples` is missing, not positive or more than twice the client's number of images, if a number or
-    metric is not finite, or if a metric has a name that only the server may use. The reason names the first fault.
+    infinity or a magnitude above `largest`; or if a variance or a counter is negative. It is also refused if `samples`
+    is missing, not positive or more than twice the client's number of images, if a number or metric is not finite, or
+    if a metric has a name that only the server may use. The reason names the first fault. The answers that are left are
+    compared with each other, see `outliers`.
 
     An answer's tensor has the dtype of the server's entry of the same name; `largest` is `GuardOptions.largest_value`.
     """
     extremes = {k: {name: _extremes(tensor) for name, tensor in reply.tensors.items()} for k, reply in replies.items()}
     sizes: dict[str, int | range | None] = {**_shared_sizes(replies, asked.expected), **asked.sizes}
-    limits = _limits(server, extremes, largest)
     reasons = {}
     for k in sorted(replies):
         images = asked.samples.get(k)
-        own_images = None if images is None else range(1, _MOST_GROWTH * images + 1)
+        own_images = None if images is None else range(1, int(_MOST_GROWTH * asked.counted.get(k, images)) + 1)
         reason = (
             _fault_of_shapes(replies[k], asked.expected[k], sizes | {OWN_IMAGES: own_images})
-            or _fault_of_tensors(server, k, replies[k], extremes[k], asked, largest, limits)
+            or _fault_of_tensors(server, k, replies[k], extremes[k], asked, largest)
             or _fault_of_numbers(replies[k], images)
         )
         if reason:
             reasons[k] = reason[:500]  # it may contain a name that the client chose
-    return reasons
+    valid = {k: reply for k, reply in replies.items() if k not in reasons}
+    counts = {k: min(reply.numbers["samples"], asked.counted.get(k, math.inf)) for k, reply in valid.items()}
+    return dict(sorted((reasons | outliers(server, valid, counts)).items()))
+
+
+def capped_images(images: Mapping[int, float], share: float | None) -> dict[int, float]:
+    """Return by how many images those clients count that state more than a share of all; empty if none does.
+
+    Each of them then has exactly `share` of all images, as far as that is possible: with 1 / clients and less all count
+    alike. See `GuardOptions.largest_share` for its default.
+    """
+    if len(images) < 2:
+        return {}
+    if share is None:
+        share = min(0.9, 0.5 + 1 / len(images))
+    descending = sorted(images.values(), reverse=True)
+    most = descending[-1]
+    for capped, largest in enumerate(descending):
+        left = 1 - capped * share  # of the whole, for those that are not capped
+        if left > 0 and largest <= (bound := share * sum(descending[capped:]) / left):
+            most = bound
+            break
+    return {k: most for k, count in images.items() if count > most}
 
 
 def refused_in(server: Message) -> dict[int, str]:
     """Return why answers were left out of the round that made this state of the server, by client."""
-    return {int(key.removeprefix(REFUSED)): str(why) for key, why in server.config.items() if key.startswith(REFUSED)}
+    return _reasons_in(server, REFUSED)
+
+
+def capped_in(server: Message) -> dict[int, str]:
+    """Return why clients counted by fewer images than they state in the round that made this state, by client."""
+    return _reasons_in(server, CAPPED)
+
+
+def _reasons_in(server: Message, kind: str) -> dict[int, str]:
+    return {int(key.removeprefix(kind)): str(why) for key, why in server.config.items() if key.startswith(kind)}
 
 
 def require_answers(refused: dict[int, str], answers: int, round_number: int, options: GuardOptions) -> None:
@@ -125,28 +167,6 @@ def _extremes(tensor: Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _limits(server: Message, extremes: dict[int, _Extremes], largest: float) -> dict[str, float]:
-    """Return the largest magnitude that each floating-point tensor of this round's answers may have, by name.
-
-    It is 1000, or 1000 times the round's median (of two in the middle the lower one): far more than honest clients
-    differ by, and little enough that a mean with it leaves a model that still trains. A tensor that one client alone
-    sends, such as representations, has no median to be compared with.
-    """
-    by_name: dict[str, list[float]] = {}
-    for tensors in extremes.values():
-        for name, (low, high) in tensors.items():
-            if max(-low, high) <= largest:  # the others are refused in any case; NaN compares false
-                by_name.setdefault(name, []).append(max(-low, high))
-    limits = {}
-    for name, values in by_name.items():
-        usual = median_low(values)
-        if name in server.tensors:
-            low, high = _extremes(server.tensors[name])
-            usual = max(usual, -low, high)
-        limits[name] = min(largest, max(1000.0, 1000.0 * usual))
-    return limits
-
-
 def _fault_of_shapes(reply: Message, expected: dict[str, Shape], sizes: Mapping[str, int | range | None]) -> str | None:
     for name, shape in expected.items():
         if name not in reply.tensors:
@@ -169,7 +189,7 @@ def _size_text(wanted: int | range | None) -> str:
 
 
 def _fault_of_tensors(
-    server: Message, k: int, reply: Message, extremes: _Extremes, asked: Asked, largest: float, limits: dict[str, float]
+    server: Message, k: int, reply: Message, extremes: _Extremes, asked: Asked, largest: float
 ) -> str | None:
     for name, tensor in reply.tensors.items():
         if asked.complete and name not in asked.expected[k]:
@@ -183,12 +203,10 @@ def _fault_of_tensors(
             return f"{name} holds NaN"
         if math.isinf(low) or math.isinf(high):
             return f"{name} holds an infinite value"
-        magnitude, floating = max(-low, high), tensor.is_floating_point()
-        if magnitude > (most := largest if floating else 2**53):  # a mean in float64 holds larger integers inexactly
+        magnitude = max(-low, high)
+        most = largest if tensor.is_floating_point() else 2.0**53  # a mean in float64 holds larger integers inexactly
+        if magnitude > most:
             return f"{name} holds {magnitude:.3g} in magnitude, more than {most:.3g}"
-        if floating and magnitude > (most := limits[name]):
-            problem = f"{magnitude:.3g} in magnitude, far above the round's median"
-            return f"{name} holds {problem}: expected at most {most:.3g}"
         if low < 0 and name.endswith(_NEVER_NEGATIVE) and not asked.noisy:
             return f"{name} holds {low:.3g}, expected no negative value"
     return None

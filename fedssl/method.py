@@ -15,7 +15,7 @@ from .accounting import StepCost
 from .aggregators.base import PROJECTION, PUBLIC_IMAGES, Aggregator, Shape
 from .augmentations.base import Augmentation
 from .client import Client, LocalRound
-from .guard import REFUSED, Asked, GuardOptions, refusals, require_answers
+from .guard import CAPPED, REFUSED, Asked, GuardOptions, capped_images, refusals, require_answers
 from .local_updates.base import LocalUpdate
 from .local_updates.replace import Replace
 from .messages import Message, Transport, from_transport, merge, to_transport
@@ -121,8 +121,9 @@ class Method:
 
         Without any reply, for instance if all sampled clients dropped out, nothing changes. The state's metrics are
         what the aggregators log of the round, and its config's `refused/CLIENT` says why a broken reply was left out
-        (guard.py). Where `samples` gives a client's number of images, its reply may say up to twice as many. `kept`
-        returns a reply in float32 as it is kept until it is aggregated, for instance on the disk.
+        (guard.py), `capped/CLIENT` why one counts by fewer images than it says. Where `samples` gives a client's number
+        of images, its reply may say up to twice as many. `kept` returns a reply in float32 as it is kept until it is
+        aggregated, for instance on the disk.
 
         Raises:
             UserError: too few replies are left.
@@ -130,13 +131,16 @@ class Method:
         if self.transport != "float32":
             replies = {k: kept(from_transport(reply, self.transport)) for k, reply in replies.items()}
         working = [a for a in self.aggregators if round_number or a.opening_round]
-        refused = self._refusals(server, replies, working, round_number, samples or {})
+        stated = dict(samples or {})
+        counted = capped_images(stated, self.guard.largest_share)
+        refused = self._refusals(server, replies, working, round_number, stated, counted)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
+        accepted, capped = self._capped(accepted, stated)
         if replies:
             require_answers(refused, len(replies), round_number, self.guard)
         elif round_number:  # all who were asked have dropped out: nothing changes
             working = []
-        config = {name: value for name, value in server.config.items() if not name.startswith(REFUSED)}
+        config = {name: value for name, value in server.config.items() if not name.startswith((REFUSED, CAPPED))}
         state = Message(dict(server.tensors), dict(server.numbers), config)
         for aggregator in working:
             changed = aggregator.aggregate(server, accepted)
@@ -145,8 +149,22 @@ class Method:
             state.config.update(changed.config)
             state.metrics.update(changed.metrics)
         state.config.update({f"{REFUSED}{k}": reason for k, reason in refused.items()})
+        state.config.update({f"{CAPPED}{k}": reason for k, reason in capped.items()})
         state.numbers.update(self.note_answers(accepted, round_number))
         return state
+
+    def _capped(
+        self, replies: dict[int, Message], stated: Mapping[int, int]
+    ) -> tuple[dict[int, Message], dict[int, str]]:
+        """Return the replies with the images that they count by, and what is said of those with fewer than stated."""
+        images = {**stated, **{k: reply.numbers["samples"] for k, reply in replies.items()}}
+        capped = capped_images(images, self.guard.largest_share)
+        total, reasons, counted = sum(images.values()), {}, dict(replies)
+        for k in capped.keys() & replies.keys():
+            counted[k] = replace(replies[k], numbers=replies[k].numbers | {"samples": capped[k]})
+            share = f"{100 * images[k] / total:.4g} % of all, more than guard.largest_share allows"
+            reasons[k] = f"it states {images[k]:g} images, {share}: it counts by {capped[k]:g}"
+        return counted, reasons
 
     def note_answers(self, answered: Iterable[int], round_number: int) -> dict[str, float]:
         """Return the numbers of the server's state that say which final layers the answering clients hold."""
@@ -162,6 +180,7 @@ class Method:
         working: list[Aggregator],
         round_number: int,
         samples: Mapping[int, int],
+        counted: Mapping[int, float],
     ) -> dict[int, str]:
         travelling = self._travelling(round_number)
         expected: dict[int, dict[str, Shape]] = {}
@@ -170,7 +189,7 @@ class Method:
             parts = [a.expected(server, k, travelling) for a in working]
             expected[k] = {name: shape for part in parts if part is not None for name, shape in part.items()}
             complete = complete and None not in parts
-        asked = Asked(expected, complete, self.sizes, samples, self.answers_are_noisy)
+        asked = Asked(expected, complete, self.sizes, samples, self.answers_are_noisy, counted)
         return refusals(server, replies, asked, self.guard.largest_value)
 
     @property

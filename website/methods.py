@@ -20,6 +20,7 @@ SENT = {
     "eua": "weights",
     "mgda": "weights",
     "l_dawa": "weights",
+    "trimmed_mean": "weights",
     "representation_mean": "representations of public images",
     "dictionary": "projections of own images",
     "orchestra_clusters": "target networks and cluster centres",

@@ -22,6 +22,10 @@ def run(
         Path | None,
         Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/methods.md)."),
     ] = None,
+    from_round: Annotated[
+        int | None,
+        Option(min=0, help="With --resume: go back to this round, one of the last `checkpoints` of the recipe."),
+    ] = None,
     replay: Annotated[
         Path | None,
         Option(metavar="RUN", help="Run the step again at which this run stopped because its loss was not finite."),
@@ -47,12 +51,14 @@ def run(
         from ..engines.replay import replay as replay_step
         from ..recipe.reading import load_recipe
 
-        if recipe or output or resume or overwrite or observer:
+        if recipe or output or resume or overwrite or observer or from_round is not None:
             raise UserError("--replay RUN takes no other argument or option but --trust")
         print_text("\n".join(replay_step(replay, trust)))
         slower = f"training.learning_rate={load_recipe(replay / 'recipe.yaml').training.learning_rate / 10:g}"
         print_next("run", replay / "recipe.yaml", slower, "--output", f"{replay}-slower")
         return
+    if from_round is not None and resume is None:
+        raise UserError("--from-round goes back to a round of a run that is there: name it with --resume RUN")
     observers = [load_observer(file) for file in observer or ()]
     if resume is not None:
         if output or overwrite:
@@ -69,7 +75,7 @@ def run(
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
-                directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, changes)
+                directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, changes, from_round)
             else:
                 directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite)
     except KeyboardInterrupt:

@@ -45,6 +45,7 @@ def resume(
     *,
     trust: bool = False,
     clients_parallel: int | None = None,
+    from_round: int | None = None,
     observers: Iterable[Observer] = (),
 ) -> Run:
     """Continue a run to its end and read it back; a finished run goes on if `overrides` give it more rounds.
@@ -58,6 +59,8 @@ def resume(
             do not depend on (evaluation, device, processes, paths of the same data). The folder keeps them.
         trust: run the code of your own parts even if it has changed since the run began.
         clients_parallel: short for the override `clients_parallel=N`.
+        from_round: the round after which it continues, one of the last `checkpoints` rounds of the recipe; by default
+            the last one. What came after it is removed.
         observers: as in `run`; `run_began` gives them the round from which the run continues.
 
     Raises:
@@ -71,7 +74,7 @@ def resume(
     directory = RunDirectory.open(Path(path))
     recipe = load_stored_recipe(directory, trust, resuming=True)
     engine = engine_of(recipe)
-    return read_run(engine.resume(directory.path, Observers(observers), trust, changes).path)
+    return read_run(engine.resume(directory.path, Observers(observers), trust, changes, from_round).path)
 
 
 def engine_of(recipe: Recipe) -> ModuleType:

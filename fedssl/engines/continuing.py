@@ -26,12 +26,15 @@ def continue_run(
     observer: Observer | None,
     trust: bool,
     overrides: Sequence[str],
+    from_round: int | None,
     prepare: Callable[[Recipe], Federation],
     run_rest: Callable[[Federation, RunDirectory, Observer], RunDirectory],
 ) -> RunDirectory:
     """Continue a run from its last complete round, see `fedssl.resume`, and return its folder.
 
-    `prepare` checks whether the engine can run the recipe and loads its data; `run_rest` runs the rounds that are left.
+    With `from_round` it first goes back to that round, and what came after it is removed. A run across machines only
+    goes back: `flwr run` continues it. `prepare` checks whether the engine can run the recipe and loads its data;
+    `run_rest` runs the rounds that are left.
     """
     observer = observer or Observer()
     RunDirectory.open(path)  # a folder that holds no run is refused before it is locked
@@ -39,13 +42,27 @@ def continue_run(
         directory = RunDirectory.open(path)
         directory.finish_replacing()
         directory.require_unchanged()
-        if directory.checkpoint.finished and not overrides:
+        last = directory.checkpoint.round
+        back = None if from_round == last else from_round
+        if directory.checkpoint.finished and back is None and not overrides:
             directory.roll_back()
             return directory
         stored = load_stored_recipe(directory, trust, resuming=True)
-        done = max(directory.checkpoint.round, 0)
+        if back is not None and stored.flower.differential_privacy is not None:
+            raise UserError(
+                f"{path} cannot go back to round {back}: with differential privacy the rounds after it have spent the "
+                "clients' privacy, which would no longer be counted; start a new run"
+            )
+        done = max(last if back is None else back, 0)
         recipe, changes = changed_recipe(path / "recipe.yaml", stored, overrides, done)
-        if directory.checkpoint.finished and recipe.rounds == stored.rounds:
+        if back is not None:
+            changes.insert(0, Change("from_round", str(last), str(back)))
+        if back is not None and stored.engine == "flower" and not overrides:
+            directory.replace_files({HISTORY: _history(directory, changes, done)}, back)
+            directory.roll_back()
+            notify(f"{path} is at round {back} again; flwr run on its app continues it from there")
+            return directory
+        if directory.checkpoint.finished and back is None and recipe.rounds == stored.rounds:
             directory.roll_back()
             if not changes:
                 return directory
@@ -62,7 +79,7 @@ def continue_run(
             files = {"recipe.yaml": federation.recipe.to_yaml(), HISTORY: _history(directory, changes, done)}
             if any(is_new.values()):
                 files[DATA_DIGESTS] = digests_text((read_digests(path) or {}) | digests)
-            directory.replace_files(files)
+            directory.replace_files(files, back)
             for sentence in consequences(stored, recipe, done):
                 notify(sentence)
         directory.roll_back()

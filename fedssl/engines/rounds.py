@@ -16,7 +16,7 @@ from ..data.digests import DATA_DIGESTS, digests_text
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_downstream, evaluate_model, sample_sentence
 from ..federation import Federation
-from ..guard import refused_in
+from ..guard import capped_in, refused_in
 from ..messages import Message
 from ..models.encoders import stem_sentence
 from ..models.model import Model
@@ -29,6 +29,8 @@ from ..run_folder.storage import csv_text
 from ..training import NonFiniteLoss, steps_of_round
 from .observers import Observer, Observers, TensorBoard
 
+#: in the config of the server's state: the last round in which nobody answered, under secure aggregation
+_EMPTY = "empty round"
 #: the server's next state, metric rows, and why there is no answer of some clients
 _Outcome = tuple[Message, list[MetricRow], dict[int, str]]
 
@@ -76,7 +78,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     observers = Observers([TensorBoard(), observer])
     observers.run_began(recipe, directory.path, first)
     try:
-        for sentence in _told_before(federation) if first == 0 else ():
+        for sentence in _told_before(federation, clients.images()) if first == 0 else ():
             observers.inform(sentence)
         for number in range(first, recipe.rounds + 1):
             started = time.perf_counter()
@@ -88,7 +90,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
             directory.append_metrics(rows)
             directory.append_refused(number, missing | refused_in(server))
             directory.append_timing(number, time.perf_counter() - started)
-            directory.commit(number, server, finished=number == recipe.rounds)
+            directory.commit(number, server, finished=number == recipe.rounds, keep=recipe.checkpoints)
             observers.round_ended(number, rows)
     except NonFiniteLoss as error:
         if error.failed is None:
@@ -100,9 +102,12 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     return directory
 
 
-def _told_before(federation: Federation) -> Iterator[str]:
-    """Yield what a user should know before a run that takes long: costly stems, and what is measured."""
+def _told_before(federation: Federation, images: dict[int, int]) -> Iterator[str]:
+    """Yield what a user should know before a run that takes long: costly stems, what is measured, and sites' images."""
     recipe, dataset = federation.recipe, federation.dataset
+    if recipe.engine != "in-process" and images:
+        stated = ", ".join(f"client {k}: {count}" for k, count in sorted(images.items()))
+        yield f"Training images as the clients state them: {stated}"
     for k, architecture in enumerate(dict.fromkeys(recipe.architectures)):
         if recipe.model.stem == "auto" and not recipe.preset.startswith(PAPER):
             sentence = stem_sentence(architecture, federation.new_model(k).encoder)
@@ -127,12 +132,13 @@ def _round(federation: Federation, server: Message, clients: Clients, number: in
     answering = federation.answering_clients(number, chosen)
     sent = federation.method.broadcast(server, chosen, number)
     asked = {k: sent[k] for k in answering}
-    images = clients.images() if recipe.schedule.trains else {}
-    steps = [steps_of_round(recipe.training, images.get(k, 0)) for k in asked]
+    images = clients.images()
+    steps = [steps_of_round(recipe.training, images.get(k, 0) if recipe.schedule.trains else 0) for k in asked]
     observer.training_began(number, [count * recipe.training.batch_size for count in steps])
     server, replies, left_out_rows, missing = _exchange(federation, server, asked, clients, number, observer)
     rows = _traffic_rows(number, sent, replies) + left_out_rows
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
+    rows += [(number, str(k), "images", float(images[k])) for k in replies if k in images]
     epsilons = {k: epsilon for k, epsilon in clients.epsilons().items() if math.isfinite(epsilon)}  # inf: no noise
     rows += [(number, str(k), "epsilon", epsilon) for k, epsilon in epsilons.items()]
     if epsilons:
@@ -158,8 +164,10 @@ def _exchange(
     for k, reason in missing.items():
         observer.warn(f"round {number}: client {k} is left out: {reason}")
     reasons = [f"client {k}: {reason}" for k, reason in missing.items()]
-    # Under secure aggregation a round with too few clients changes nothing, and the next round begins.
-    if sent and not replies and federation.recipe.flower.secure_aggregation is None:
+    # Under secure aggregation one such round changes nothing, and the next round begins.
+    empty = bool(sent) and not replies
+    secure = federation.recipe.flower.secure_aggregation is not None
+    if empty and not (secure and number < federation.recipe.rounds and server.config.get(_EMPTY) != number - 1):
         least = federation.recipe.guard.minimum_answers
         problem = f"round {number}: 0 of {len(sent)} clients answered, but guard.minimum_answers is {least}"
         raise UserError("; ".join([problem, *reasons]))
@@ -167,12 +175,17 @@ def _exchange(
         server = federation.method.aggregate(server, replies, number, clients.images(), clients.kept)
     except UserError as error:
         raise UserError("; ".join([str(error), *reasons])) from error
+    if empty:
+        server.config[_EMPTY] = number
     rows = [(number, str(k), "missing", 1.0) for k in missing]
     for k, reason in refused_in(server).items():
         observer.warn(f"round {number}: the answer of client {k} is left out: {reason}")
         del replies[k]
         clients.discard(k)
         rows.append((number, str(k), "refused", 1.0))
+    for k, reason in capped_in(server).items():
+        observer.warn(f"round {number}: client {k} is capped: {reason}")
+        rows.append((number, str(k), "capped", 1.0))
     return server, replies, rows, missing
 
 

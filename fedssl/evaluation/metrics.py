@@ -238,7 +238,11 @@ _ENTRIES = (
     Metric("bytes_down", "sent to a client in a round", "bytes", 3, "engine", in_tables=False),
     Metric("bytes_up", "sent by a client in a round", "bytes", 3, "engine", in_tables=False),
     Metric("epsilon", "privacy loss epsilon, largest of any client", "", 3, "engine", in_tables=False),
-    *(Metric(name, name, "", 3, "engine", in_tables=False) for name in ("missing", "refused", "dropped", "answers")),
+    Metric("images", "images that a client states", "", 0, "engine", in_tables=False),
+    *(
+        Metric(name, name, "", 3, "engine", in_tables=False)
+        for name in ("missing", "refused", "capped", "dropped", "answers")
+    ),
 )
 
 #: by name, in the order in which tables and reports show them; a part may log others, which are shown by their names

@@ -19,7 +19,7 @@ CHANGEABLE = (
     *("rounds", "description", "evaluation", "device", "clients_parallel", "client_states", "training.processes"),
     *("data.path", "data.public_path", "data.labels", "data.download", "data.memory_limit", "model.weights"),
     *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget"),
-    *("flower.cpus", "flower.client_cpus", "flower.client_gpus", "flower.object_store_megabytes"),
+    *("flower.cpus", "flower.client_cpus", "flower.client_gpus", "flower.object_store_megabytes", "checkpoints"),
 )
 #: why another option may not, by its first key; all others are what the finished rounds were trained with
 _REASONS = {

@@ -160,6 +160,11 @@ class Recipe(Options):
     client_states: Place = Field(
         "disk", description="where clients' states are kept between rounds; disk holds one client at a time in memory"
     )
+    checkpoints: int = Field(
+        3,
+        ge=1,
+        description="last rounds whose states are kept: fedssl run --resume RUN --from-round N goes back to one",
+    )
     architectures: list[str] = Field(
         ..., min_length=1, description="encoders, fedssl's or any of timm's: client k has the k-th; the list repeats"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,7 @@ def build_report(
         privacy=_privacy_table(methods),
         settings=_settings_table(methods),
         history=_history_table(methods),
+        sites=_sites_table(methods),
         folders=PageTable(("method", "seed", "folder"), folders, text_columns=3),
         recipes=[(f"{name}, seed {run.seed}", _as_yaml(run.recipe)) for name, run in first.items()],
     )
@@ -316,6 +318,29 @@ def _settings_table(methods: Methods) -> PageTable:
             for i, (value, names) in enumerate(names_by_value.items()):
                 rows.append(("" if i else key, ", ".join(names) if len(names_by_value) > 1 else "all", value))
     return PageTable(("setting", "of", "value"), rows, text_columns=3)
+
+
+def _sites_table(methods: Methods) -> PageTable | None:
+    """Return what each client states and in how many rounds it did not count in full; None where nothing is of note."""
+    rows, faults = [], ("capped", "refused", "missing")
+    for name, runs in methods.items():
+        for run in runs:
+            stated = {who: value for (_, who, metric), value in run.values.items() if metric == "images"}
+            counts = Counter((who, metric) for _, who, metric in run.values if metric in faults)
+            if counts or run.recipe.get("engine") == "flower":
+                clients = sorted({*stated, *(who for who, _ in counts)}, key=int)
+                rows += [
+                    (
+                        name,
+                        run.seed,
+                        who,
+                        f"{stated[who]:.0f}" if who in stated else "-",
+                        *(counts[who, f] for f in faults),
+                    )
+                    for who in clients
+                ]
+    header = ("method", "seed", "client", "images that it states", *(f"rounds {fault}" for fault in faults))
+    return PageTable(header, rows) if rows else None
 
 
 def _history_table(methods: Methods) -> PageTable | None:

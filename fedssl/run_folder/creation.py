@@ -26,14 +26,20 @@ _Log = Annotated[str, Field(pattern=r"^[a-z]+\.csv$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # a SHA-256
 
 
-class Checkpoint(Options):
-    """The last committed round, as stored in the manifest."""
+class EarlierCheckpoint(Options):
+    """A committed round to which a run can go back; its digests are those of its states and logs."""
 
     round: int = Field(-1, ge=-1)  # -1 before the first commit
     files: dict[str, _StateFile] = Field({})  # by owner
     lengths: dict[_Log, Annotated[int, Field(ge=0)]] = Field({})  # committed bytes
-    finished: bool = False  # whether the round is the recipe's last
     digests: dict[str, _Digest] = Field({})  # of what a resume relies on; empty in folders of earlier versions
+
+
+class Checkpoint(EarlierCheckpoint):
+    """The last committed round, as stored in the manifest."""
+
+    finished: bool = False  # whether the round is the recipe's last
+    earlier: list[EarlierCheckpoint] = Field([])  # in ascending order
     parts: dict[str, _Digest] = Field({})  # of the custom parts' code when the run began, by name in the recipe
 
 

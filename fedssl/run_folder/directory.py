@@ -11,14 +11,15 @@
     history.csv                     the options that were changed when the run went on, if any
     spectrum.csv                    client,index,value: singular values of the final test representations
     tensorboard/                    the same metrics as TensorBoard events
-    checkpoints/manifest.json       the last complete round and the files that belong to it
+    checkpoints/manifest.json       the last complete rounds and the files that belong to them
     checkpoints/*.safetensors       the server's state and each client's
     privacy_spent.json              with differential privacy: the rounds that count for each client
     sites_run.txt                   engine flower: the run's name at the sites, which keep the clients' states
 
 Renaming manifest.json commits a round. State files have the round in their name and never change, so a manifest
 always points at whole files. metrics.csv only grows, and the manifest holds its length, so a resume cuts off the lines
-that a killed run wrote after its last commit. The manifest also holds the SHA-256 of every file that a resume relies
+that a killed run wrote after its last commit. The same way a run goes back to one of the rounds before it whose states
+are kept. The manifest also holds the SHA-256 of every file that a resume relies
 on, and of the custom parts' code: a run whose files were changed is refused.
 """
 
@@ -36,7 +37,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..messages import Message
 from ..untrusted import absolute_path, own_part_file, printable, quoted
-from .creation import STATE_FILE, Checkpoint, is_run_folder, new_run, read_manifest, write_manifest
+from .creation import STATE_FILE, Checkpoint, EarlierCheckpoint, is_run_folder, new_run, read_manifest, write_manifest
 from .storage import (
     csv_text,
     digest_of,
@@ -76,6 +77,10 @@ def _state_file(owner: str, round_number: int) -> str:
 
 def _round_of_file(name: str) -> int:
     return int(name.split(".round-")[1].split(".")[0])
+
+
+def _changes_by_round(name: str) -> bool:
+    return name in LOGS or re.fullmatch(STATE_FILE, name) is not None
 
 
 class RunDirectory:
@@ -138,7 +143,8 @@ class RunDirectory:
             UserError: metrics.csv is damaged, or was changed since it was committed.
         """
         path = self.path / "metrics.csv"
-        self._refuse_change("metrics.csv")
+        if (digest := self.checkpoint.digests.get("metrics.csv")) is not None:
+            self._refuse_change("metrics.csv", digest, self.checkpoint.lengths.get("metrics.csv"))
         try:
             return [_metric_row(row) for row in read_csv(path, self.checkpoint.lengths.get("metrics.csv"))]
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -173,6 +179,12 @@ class RunDirectory:
         name = self.checkpoint.files.get(_client_owner(index))
         return _round_of_file(name) if name else None
 
+    def client_rounds_kept(self, index: int) -> list[int]:
+        """Return the rounds of a client's states to which the run may return, its last one among them."""
+        owner = _client_owner(index)
+        checkpoints: list[EarlierCheckpoint] = [*self.checkpoint.earlier, self.checkpoint]
+        return sorted({_round_of_file(one.files[owner]) for one in checkpoints if owner in one.files})
+
     def discard_client(self, index: int) -> None:
         """Discard a client's state of the round that is not committed yet."""
         self._written.pop(_client_owner(index), None)
@@ -182,16 +194,18 @@ class RunDirectory:
         self._digests[name] = write_message(self.checkpoints / name, state, flush=False)
         self._written[owner] = name
 
-    def commit(self, round_number: int, server: Message, finished: bool) -> None:
-        """Commit a round with the clients' states written in it; the other clients keep their files."""
+    def commit(self, round_number: int, server: Message, finished: bool, keep: int = 1) -> None:
+        """Commit a round with the clients' states written in it; the other clients keep their files.
+
+        The last `keep` rounds stay complete, this one among them.
+        """
         self._write_state("server", round_number, server)
         flush_files(self.checkpoints, self._digests)
         # sorted, because clients that train at the same time end in any order
         files = dict(sorted((self.checkpoint.files | self._written).items()))
         logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}
         states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}
-        known = self.checkpoint.digests.items()
-        kept = {name: digest for name, digest in known if name not in LOGS and not re.fullmatch(STATE_FILE, name)}
+        kept = {name: digest for name, digest in self.checkpoint.digests.items() if not _changes_by_round(name)}
         self.checkpoint = Checkpoint(
             round=round_number,
             files=files,
@@ -199,11 +213,45 @@ class RunDirectory:
             finished=finished,
             # not of timings.csv: then two runs of one recipe and seed would differ in it
             digests=kept | {name: digest for name, (digest, _) in logs.items() if name != "timings.csv"} | states,
+            earlier=self._earlier()[-keep + 1 :] if keep > 1 else [],
             parts=self.checkpoint.parts,
         )
         self._written, self._digests = {}, {}
         write_manifest(self.path, self.checkpoint)
         self._remove_unused()
+
+    def _earlier(self) -> list[EarlierCheckpoint]:
+        """Return the checkpoints before the next one."""
+        last = self.checkpoint
+        if last.round < 0:
+            return []
+        digests = {name: digest for name, digest in last.digests.items() if _changes_by_round(name)}
+        kept = EarlierCheckpoint(round=last.round, files=last.files, lengths=last.lengths, digests=digests)
+        return [*last.earlier, kept]
+
+    def _checkpoint_of(self, round_number: int) -> Checkpoint:
+        """Return the run's checkpoint as it was after a round; raise UserError if it is not kept or was changed."""
+        last = self.checkpoint
+        earlier = {one.round: one for one in last.earlier}
+        if round_number not in earlier:
+            kept = ", ".join(map(str, earlier)) or "none"
+            raise UserError(
+                f"{self.path} cannot go back from round {last.round} to round {round_number}: the earlier rounds whose "
+                f"states are kept are {kept} (the recipe's checkpoints says how many); choose one of them, or start a "
+                "new run"
+            )
+        chosen = earlier.pop(round_number)
+        for name, digest in chosen.digests.items():
+            self._refuse_change(name, digest, chosen.lengths.get(name))
+        unchanging = {name: digest for name, digest in last.digests.items() if not _changes_by_round(name)}
+        return Checkpoint(
+            round=chosen.round,
+            files=chosen.files,
+            lengths=chosen.lengths,
+            digests=unchanging | chosen.digests,
+            earlier=[one for one in earlier.values() if one.round < round_number],
+            parts=last.parts,
+        )
 
     def _digest_of_state(self, name: str) -> str | None:
         """Return a state's SHA-256; None if a site keeps it, or an earlier version without digests committed it."""
@@ -222,16 +270,18 @@ class RunDirectory:
         self._hashed[name] = digest, length + len(added)
         return digest.hexdigest(), length + len(added)
 
-    def replace_files(self, files: Mapping[str, str], finished: bool = False) -> None:
-        """Replace files that a resume relies on, as texts by name, all of them or none; `finished` is the run's state.
+    def replace_files(self, files: Mapping[str, str], go_back_to: int | None = None) -> None:
+        """Replace files that a resume relies on, as texts by name, all of them or none; the run is not finished then.
 
-        The new manifest decides: a kill before it leaves the old files, and after it `finish_replacing` takes the new.
+        With `go_back_to` that round becomes the last one; `roll_back` then removes what came after it. The new manifest
+        decides: a kill before it leaves the old files, and after it `finish_replacing` takes the new.
         """
+        checkpoint = self.checkpoint if go_back_to is None else self._checkpoint_of(go_back_to)
         for name, text in files.items():
             write_atomically(self.path / _REPLACED[name], text.encode())
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-        changed = {"finished": finished, "digests": self.checkpoint.digests | digests}
-        self.checkpoint = self.checkpoint.model_copy(update=changed)
+        changed = {"finished": False, "digests": checkpoint.digests | digests}
+        self.checkpoint = checkpoint.model_copy(update=changed)
         write_manifest(self.path, self.checkpoint)
         self.finish_replacing()
 
@@ -258,9 +308,9 @@ class RunDirectory:
                 f"{self.path} holds no checkpoints/manifest.json, so the run cannot be continued: put back the "
                 f"checkpoints, or start it anew: fedssl run {quoted(self.path / 'recipe.yaml')} --output NEW-FOLDER"
             )
-        for name in self.checkpoint.digests:
+        for name, digest in self.checkpoint.digests.items():
             if name not in but:
-                self._refuse_change(name)
+                self._refuse_change(name, digest, self.checkpoint.lengths.get(name))
         for name, length in self.checkpoint.lengths.items():
             path = self.path / name
             size = path.stat().st_size if path.is_file() else 0
@@ -268,11 +318,10 @@ class RunDirectory:
                 problem = f"has {size} bytes, but {length} were committed: put back the file as the run wrote it"
                 raise UserError(f"{path} {problem}")
 
-    def _refuse_change(self, name: str) -> None:
-        expected = self.checkpoint.digests.get(name)
+    def _refuse_change(self, name: str, expected: str, length: int | None) -> None:
         path = (self.checkpoints if re.fullmatch(STATE_FILE, name) else self.path) / name
         try:
-            same = expected is None or expected == digest_of(path, self.checkpoint.lengths.get(name))
+            same = expected == digest_of(path, length)
         except OSError as error:
             advice = "put back the file as the run wrote it, or start a new run"
             raise UserError(f"{path} cannot be read: {error.strerror}; {advice}") from error
@@ -321,7 +370,7 @@ class RunDirectory:
 
     def _remove_unused(self) -> None:
         """Remove unused states, and no other files."""
-        used = set(self.checkpoint.files.values())
+        used = {file for one in (self.checkpoint, *self.checkpoint.earlier) for file in one.files.values()}
         ours = re.compile(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial")
         with writing(self.checkpoints):
             unused = [name for name in os.listdir(self.checkpoints) if name not in used and ours.fullmatch(name)]

@@ -13,7 +13,7 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.guard import Asked, refusals, refused_in
+from fedssl.guard import Asked, capped_images, refusals, refused_in
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.run_folder.directory import RunDirectory
@@ -74,7 +74,7 @@ def test_what_is_refused_and_why(reply, reason):
 
 
 def test_sound_answers_pass():
-    replies = {0: answer(), 1: with_entry(-1e3), 2: answer({"online.count": torch.tensor(2**53)})}
+    replies = {0: answer(), 1: with_entry(-1e3)}
     assert refusals(SERVER, replies, Asked(dict.fromkeys(replies, EXPECTED)), 1e6) == {}
     unknown = {0: answer({"dictionary.0": torch.zeros(0, 3)})}  # of a part that does not say what it sends
     assert refusals(SERVER, unknown, Asked({0: EXPECTED}, complete=False), 1e6) == {}
@@ -85,29 +85,92 @@ def test_sound_answers_pass():
     assert refusals(Message(), replies, Asked({k: {f"r.{k}": (2, 2)} for k in replies}), 1e6) == {}
 
 
+WEIGHT, MEAN = "w", "norm.running_mean"
+
+
 @pytest.mark.parametrize(
-    ("values", "server", "refused"),
+    ("name", "server", "values", "refused"),
     [
-        ((1, 2, 9e5), 0, [2]),
-        ((9e5, 1), 0, [0]),  # of two clients the one with the small weights is believed
-        ((1, 999), 0, []),
-        ((0, 999), 0, []),
-        ((0, 0, 999), 0, []),
-        ((5, 4000, 4000), 0, []),  # the others are not refused because one is small
-        ((5, 4000, 6), 0, []),  # 800 times the median
-        ((5, 4000, 6), 3, []),
-        ((0.1, 4000, 0.1), 0, [1]),
-        ((0.1, 4000, 0.1), 5, []),  # but near the model that it was sent
-        ((math.nan, 1, 9e5), 0, [0, 2]),
-        ((9e5, 8e5, 1), 0, []),  # the majority
-        ((9e5,), 0, []),
+        (WEIGHT, 0, (1, 2, 9e5), [2]),
+        (WEIGHT, 0, (9e5, 1), [0]),  # of two clients the one with the small weights is believed
+        (WEIGHT, 0, (1, 999), []),  # from zero
+        (WEIGHT, 0, (1, 1001), [1]),
+        (WEIGHT, 0, (0, 999), []),
+        (WEIGHT, 0, (0, 0, 999), []),  # most did not train
+        (WEIGHT, 0, (5, 4000, 4000), []),  # the others are not refused because one is small
+        (WEIGHT, 0, (9e5, 8e5, 1), []),  # the majority
+        (WEIGHT, 0, (9e5,), []),
+        (WEIGHT, 0, (math.nan, 1, 9e5), [0, 2]),
+        (WEIGHT, 1, (29, 1), []),
+        (WEIGHT, 1, (31, 1), [0]),
+        (WEIGHT, 1, (31,), [0]),  # alone it is compared with the server's
+        (WEIGHT, 1, (0.034, 1), []),
+        (WEIGHT, 1, (1, 0.032), [1]),  # too small
+        (WEIGHT, 1, (1, 0), [1]),
+        (WEIGHT, 10, (10.1, 10.1, 10.49), []),  # of the change all three count
+        (WEIGHT, 10, (10.1, 10.1, 10.51), [2]),
+        (WEIGHT, 10, (10.1, 10.1, 9.49), [2]),
+        (MEAN, 1, (900, 1), []),
+        (MEAN, 1, (1001, 1), [0]),
+        (MEAN, 1, (1001,), []),
+        (MEAN, 10, (11, 11, 900), []),
+        (MEAN, 10, (10.1, 10.1, 120), [2]),
     ],
 )
-def test_a_magnitude_far_above_the_others_is_refused(values, server, refused):
-    """Clients whose tensor holds these magnitudes; the server's holds `server`."""
-    replies = {k: Message({"w": torch.tensor([0.0, -value])}, {"samples": 1.0}) for k, value in enumerate(values)}
-    asked = Asked({k: {"w": (2,)} for k in replies})
-    assert list(refusals(Message({"w": torch.tensor([float(server)])}), replies, asked, 1e6)) == refused
+def test_a_size_or_change_far_beyond_the_others_is_refused(name, server, values, refused):
+    """Clients whose tensor holds these values; the server's holds `server`."""
+    replies = {
+        k: Message({name: torch.tensor([value, -value], dtype=torch.float32)}, {"samples": 1.0})
+        for k, value in enumerate(values)
+    }
+    before = Message({name: torch.tensor([server, -server], dtype=torch.float32)})
+    assert list(refusals(before, replies, Asked({k: {name: (2,)} for k in replies}), 1e6)) == refused
+
+
+def test_who_has_more_images_may_change_more_and_a_single_entry_is_seen():
+    before = Message({WEIGHT: torch.ones(100), MEAN: torch.ones(2)})
+    asked = Asked({k: {WEIGHT: (100,), MEAN: (2,)} for k in range(3)})
+
+    def refused(change, samples=10.0, entries=100):
+        replies = {}
+        for k, moved in enumerate((0.1, 0.1, change)):
+            tensor = torch.ones(100)
+            tensor[: entries if k == 2 else 100] += moved
+            replies[k] = Message({WEIGHT: tensor, MEAN: torch.ones(2)}, {"samples": samples if k == 2 else 10.0})
+        return list(refusals(before, replies, asked, 1e6))
+
+    assert refused(0.9) == [2]
+    assert refused(0.9, samples=20.0) == []
+    assert refused(2.9, entries=1) == []  # its root mean square is 0.29
+    assert refused(3.1, entries=1) == [2]
+
+
+def test_secure_aggregation_s_mean_is_compared_with_the_server_s_state():
+    mean = {WEIGHT: torch.full((4,), 60.0)}
+    replies = {k: Message(mean, {"samples": 1.0}) for k in range(3)}
+    asked = Asked({k: {WEIGHT: (4,)} for k in replies})
+    assert list(refusals(Message({WEIGHT: torch.ones(4)}), replies, asked, 1e6)) == [0, 1, 2]
+    assert refusals(Message({WEIGHT: torch.full((4,), 3.0)}), replies, asked, 1e6) == {}
+
+
+@pytest.mark.parametrize(
+    ("images", "share", "capped"),
+    [
+        ([10] * 5, None, {}),
+        ([10, 10, 10, 10, 93], None, {}),  # 0.7 of all is 93.3
+        ([10, 10, 10, 10, 94], None, {4: 40 * 0.7 / 0.3}),
+        ([10, 10, 10, 10, 10**9], 0.5, {4: 40.0}),
+        ([10, 10**9, 10, 10**8], 0.4, {1: 40.0, 3: 40.0}),  # 40 % of 100 each
+        ([10, 20, 30, 40], 0.25, {1: 10.0, 2: 10.0, 3: 10.0}),
+        ([10, 20, 30, 40], 0.1, {1: 10.0, 2: 10.0, 3: 10.0}),
+        ([10, 99], None, {1: 90.0}),  # two sites: 0.9
+        ([7], 0.1, {}),
+        ([], None, {}),
+        ([10, 10**9], 1.0, {}),
+    ],
+)
+def test_by_how_many_images_a_client_counts(images, share, capped):
+    assert capped_images(dict(enumerate(images)), share) == pytest.approx(capped)
 
 
 @pytest.mark.parametrize("name", ["online.norm.running_var", "online.norm.num_batches_tracked"])
@@ -176,6 +239,7 @@ KINDS = {
     "eua": {"aggregators": ["eua"], "local_update": "replace"},
     "mgda": {"aggregators": ["mgda"], "local_update": "replace"},
     "l_dawa": {"aggregators": [{"name": "l_dawa", "plain_rounds": 0}], "local_update": "replace"},
+    "trimmed_mean": {"aggregators": ["trimmed_mean"], "local_update": "replace"},
     "aligned": ALIGNED,
     "averaged and aligned": {
         "regularizers": ALIGNED["regularizers"],

@@ -18,6 +18,7 @@ TRAVELS = {
     "eua": _WEIGHTS,
     "mgda": _WEIGHTS,
     "l_dawa": _WEIGHTS,
+    "trimmed_mean": _WEIGHTS,
     "representation_mean": ("representations of public images", "the mean of their kernels"),
     "dictionary": ("projections of own images", "all clients' projections"),
     "base_model": ("", "a base model, once"),

@@ -103,7 +103,7 @@ def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDi
     client = site.federation.client(site.client, states.load(start))
     reply = site.federation.method.client_round(client, received, number)
     state = site.federation.client_state(client, number)
-    states.store(number, state, start)
+    states.store(number, state, task.get("kept", []))
     return _to_answer(reply, site, number, state if task["evaluate"] else None)
 
 

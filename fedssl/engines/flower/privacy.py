@@ -23,7 +23,7 @@ from ...guard import refused_in
 from ...messages import Message
 from ...method import Method
 from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP
-from .secure_aggregation import masked_answer, numpy_seeded_by_system
+from .secure_aggregation import masked_answer, numpy_seeded_by_system, quantization_range
 from .wire import flatten_weights, from_records, require_finite, to_records, unflatten_mean, unflatten_weights
 
 
@@ -95,11 +95,39 @@ def _clipped_reply(
 
 @dataclass(frozen=True)
 class PrivateMethod(Method):
-    """A method whose server adds the noise of `fixed_clipping` to the clients' mean."""
+    """A method whose server refuses answers that are not clipped, and adds the noise of `fixed_clipping` to the mean.
+
+    A client that did not clip has not followed the protocol, so it is left out and not clipped anew: nobody knows what
+    else of its answer is wrong. `rounding` is the largest error of an entry under secure aggregation.
+    """
 
     privacy: LocalDP | FixedClipping | None = None
+    rounding: float = 0.0
 
     answers_are_noisy: ClassVar[bool] = True
+
+    def _refusals(self, server: Message, replies: dict[int, Message], *others: Any) -> dict[int, str]:
+        refused = super()._refusals(server, replies, *others)
+        for k, reply in replies.items():
+            if k not in refused and (reason := self._fault(server, reply)):
+                refused[k] = reason
+        return dict(sorted(refused.items()))
+
+    def _fault(self, server: Message, reply: Message) -> str | None:
+        """Return why a client has not protected its answer; None where it may have."""
+        if reply.numbers["samples"] != 1:
+            count = f"{reply.numbers['samples']:g} images"
+            return f"it counts by {count}, but with differential privacy each client counts as one"
+        assert self.privacy is not None
+        old = flatten_weights({name: server.tensors[name] for name in reply.tensors})
+        length, entries = np.linalg.norm(flatten_weights(reply.tensors) - old), len(old) ** 0.5
+        # with more noise than that only once in 10^13 answers: a Gaussian's length exceeds its mean by 8 deviations
+        noise = self.privacy.noise_deviation * (entries + 8) if isinstance(self.privacy, LocalDP) else 0.0
+        most = 1.001 * (self.privacy.clipping_norm + noise) + self.rounding * entries + 1e-6 * np.linalg.norm(old)
+        if length > most:
+            rule = f"{self.privacy.name} allows {most:.3g} (clipping_norm {self.privacy.clipping_norm:g})"
+            return f"its weights have changed by a length of {length:.3g}, but {rule}: it was not clipped"
+        return None
 
     def aggregate(self, server: Message, replies: dict[int, Message], *others: Any, **named: Any) -> Message:
         state = super().aggregate(server, replies, *others, **named)
@@ -119,7 +147,10 @@ class PrivateMethod(Method):
 
 def private_federation(federation: Federation) -> Federation:
     """Return the federation with the server's part of differential privacy, if its recipe switches that on."""
-    privacy = federation.recipe.flower.differential_privacy
+    privacy, secure = federation.recipe.flower.differential_privacy, federation.recipe.flower.secure_aggregation
     if privacy is None:
         return federation
-    return dataclasses.replace(federation, method=PrivateMethod(**vars(federation.method), privacy=privacy))
+    clients = len(federation.client_rows)
+    rounding = 0.0 if secure is None else 2 * clients * secure.clipping_range / quantization_range(clients)
+    method = PrivateMethod(**vars(federation.method), privacy=privacy, rounding=rounding)
+    return dataclasses.replace(federation, method=method)

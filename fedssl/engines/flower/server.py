@@ -3,7 +3,8 @@
 A message to a client holds the record `task` and, in a round, the method's message (wire.py):
 
     query     which client are you?                 run, version
-    train     a round, 0 the opening one            round, the client's last committed round, whether to evaluate
+    train     a round, 0 the opening one            round, the client's last committed round, the rounds of all its
+                                                    states that are still needed, whether to evaluate
     evaluate  its own model                         round, the client's last committed round
 
 The answer's record `answer` names the client and the round. To a query, the record `data` describes its images
@@ -28,6 +29,7 @@ from torch import Tensor
 from ...aggregators.base import PROJECTION
 from ...errors import UserError
 from ...federation import Federation, build_federation, require_same_data
+from ...guard import capped_images
 from ...messages import Message
 from ...recipe.overrides import flatten_keys
 from ...recipe.reading import load_recipe, load_stored_recipe
@@ -157,6 +159,8 @@ class FlowerClients:
         start = self._directory.client_round(client)
         task: dict[str, Any] = {"run": self._run, "client": client, "round": number}
         task |= {"start": -1 if start is None else start, "evaluate": evaluate, "seconds": self._options.round_seconds}
+        if kept := self._directory.client_rounds_kept(client):
+            task["kept"] = kept
         return ConfigRecord(task)
 
     def _exchange(
@@ -195,7 +199,9 @@ class FlowerClients:
         weights = 0 if model is None else sum(t.numel() * t.element_size() for t in model.state_dict().values())
         public = 0 if images is None else len(images) * 2**16
         # 4 bytes an entry; a site may collect images during a run until it has twice as many
-        projections = 2 * max(self._connected.images.values(), default=0) * 4 * method.sizes.get(PROJECTION, 0)
+        stated = self._connected.images
+        images_of = stated | capped_images(stated, method.guard.largest_share)
+        projections = 2 * int(max(images_of.values(), default=0)) * 4 * method.sizes.get(PROJECTION, 0)
         return 2**28 + 4 * sent + 4 * weights + public + projections
 
 

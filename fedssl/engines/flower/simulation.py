@@ -39,10 +39,14 @@ def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite:
 
 
 def resume(
-    path: Path, observer: Observer | None = None, trust: bool = False, overrides: Sequence[str] = ()
+    path: Path,
+    observer: Observer | None = None,
+    trust: bool = False,
+    overrides: Sequence[str] = (),
+    from_round: int | None = None,
 ) -> RunDirectory:
     """Continue a run from its last complete round; see `continue_run`."""
-    return continue_run(path, observer, trust, overrides, _prepared, _simulate)
+    return continue_run(path, observer, trust, overrides, from_round, _prepared, _simulate)
 
 
 def _prepared(recipe: Recipe) -> Federation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -127,12 +128,12 @@ class SiteStates:
         """Return the state after a round, empty for None; raise UserError if it is missing or damaged."""
         return Message() if round_number is None else read_message(self._path(round_number))
 
-    def store(self, round_number: int, state: Message, kept: int | None) -> None:
-        """Store a state. The state of the round `kept` stays, as the client may have to train from it again."""
+    def store(self, round_number: int, state: Message, kept: Iterable[int]) -> None:
+        """Store a state. Those of the rounds `kept` stay, as the client may have to train from them again."""
         path = self._path(round_number)
         write_message(path, state)
         if self._prune:
-            needed = {path} if kept is None else {path, self._path(kept)}
+            needed = {path, *map(self._path, kept)}
             for other in self._folder.glob(f"client-{self._client:04d}.round-*"):
                 if other not in needed:
                     other.unlink(missing_ok=True)

@@ -30,6 +30,7 @@ from fedssl.aggregators.representation_mean import (
     canonical_factor,
     whitening_matrix,
 )
+from fedssl.aggregators.trimmed_mean import TrimmedMean
 from fedssl.aggregators.weighted_mean import DISTANCE, WeightedMean
 from fedssl.client import LocalRound
 from fedssl.data.pixels import normalize
@@ -50,6 +51,18 @@ WEIGHT, MEAN = "online.encoder.weight", "online.encoder.bn.running_mean"
 
 def at(x: float, y: float, mean: float = 0.0) -> Message:
     return Message({WEIGHT: torch.tensor([float(x), float(y)]), MEAN: torch.tensor([float(mean)])}, {"samples": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("trim", "expected"),
+    [(0.0, [200.6, -1.4]), (0.2, [2.0, 1.0]), (0.39, [2.0, 1.0]), (0.4, [2.0, 1.0]), (0.1, [200.6, -1.4])],
+)
+def test_the_trimmed_mean_by_hand(trim, expected):
+    """Every entry is trimmed for itself, and no client counts for more: the third states many images."""
+    replies = {k: at(*values) for k, values in enumerate([(1, 1), (2, 0), (997, 2), (0, -12), (3, 2)])}
+    replies[2].numbers["samples"] = 1e9
+    state = TrimmedMean(name="trimmed_mean", trim=trim).aggregate(at(0, 0), replies)
+    torch.testing.assert_close(state.tensors[WEIGHT].double(), torch.tensor(expected).double())
 
 
 def test_the_mean_by_hand():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,17 @@ import pytest
 
 import fedkernels
 import fedssl
+from fedssl.engines.continuing import continue_run
 from fedssl.engines.in_process import resume
 from fedssl.errors import UserError
+from fedssl.messages import Message
 from fedssl.recipe.changes import changed_recipe, consequences
 from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL, tiny_values
-from tests.fedssl.engines.short_runs import SMALL, StopsAfterRoundOne, everything
+from tests.fedssl.engines.short_runs import SMALL, StopsAfterRoundOne, contents, everything
 from tests.fedssl.killed_runs import Killed, KilledIn
 
 ONE = ALIGNED | SMALL
@@ -100,9 +103,8 @@ def test_data_may_move_and_not_change(noisy, tmp_path):
         fedssl.resume(path, ["rounds=3"])
 
 
-@pytest.mark.parametrize("moment", range(1, 6))
-def test_a_kill_while_options_change_leaves_the_old_ones_or_the_new(moment, two_rounds, monkeypatch):
-    """The third renaming, of the manifest, decides."""
+@contextmanager
+def killed_at_renaming(moment: int) -> Iterator[None]:
     real, calls = os.replace, iter(range(1, 9))
 
     def replace(*arguments: object) -> None:
@@ -110,12 +112,86 @@ def test_a_kill_while_options_change_leaves_the_old_ones_or_the_new(moment, two_
             raise Killed
         real(*arguments)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", replace)
         with pytest.raises(Killed):
-            resume(two_rounds, overrides=["rounds=3"])
+            yield
+
+
+@pytest.mark.parametrize("moment", range(1, 6))
+def test_a_kill_while_options_change_leaves_the_old_ones_or_the_new(moment, two_rounds):
+    """The third renaming, of the manifest, decides."""
+    with killed_at_renaming(moment):
+        resume(two_rounds, overrides=["rounds=3"])
     after = read_run(resume(two_rounds).path)
     assert (after.rounds, after.last_round, len(after.history)) == ((2, 2, 0) if moment <= 3 else (3, 3, 1))
+
+
+# Back to an earlier round
+
+
+@pytest.mark.parametrize(
+    "kind", [ONE, SAMPLED, ONE | {"client_states": "memory"}], ids=["aligned", "sampled", "memory"]
+)
+def test_back_at_a_round_the_run_is_one_that_never_went_on(kind, finished, tiny, tmp_path):
+    """It is killed there once more; its folder keeps the last three rounds and tells what was done."""
+    recipe = tiny(**kind, rounds=5)
+    whole, path = finished(recipe), tmp_path / "run"
+    shutil.copytree(whole, path)
+    with pytest.raises(Killed):
+        resume(path, KilledIn(4), from_round=3)
+    assert {row[0] for row in RunDirectory.open(path).read_metrics()} == {0, 1, 2, 3}
+    assert not (path / "spectrum.csv").exists()
+    assert not [*path.glob("checkpoints/*round-00005*")]
+    run = fedssl.resume(path)
+    assert [(row["round"], row["option"], row["before"], row["after"]) for row in run.history] == [
+        ("3", "from_round", "5", "3")
+    ]
+    ours, theirs = contents(path), contents(whole)
+    for name in ("history.csv", "checkpoints/manifest.json"):  # the manifest has the history's digest
+        ours.pop(name, None), theirs.pop(name, None)
+    assert ours == theirs
+    assert [one.round for one in RunDirectory.open(path).checkpoint.earlier] == [3, 4]
+
+
+def test_a_kill_while_it_goes_back_leaves_the_old_round_or_the_earlier_one(finished, tiny, tmp_path):
+    whole = finished(tiny(**ONE, rounds=5))
+    for moment in (3, 4):  # the third renaming, of the manifest, decides
+        path = shutil.copytree(whole, tmp_path / f"run{moment}")
+        with killed_at_renaming(moment):
+            resume(path, from_round=3)
+        directory = RunDirectory.open(path)
+        assert directory.checkpoint.round == (5 if moment == 3 else 3)
+        assert resume(path).checkpoint.finished
+        assert (path / "spectrum.csv").read_bytes() == (whole / "spectrum.csv").read_bytes()
+
+
+def test_where_a_run_cannot_go_back_to_nothing_is_lost(finished, tiny, tmp_path):
+    path = shutil.copytree(finished(tiny(**ONE, rounds=5)), tmp_path / "run")
+    before = everything(path)
+    for number in (0, 2, 6):
+        with pytest.raises(UserError, match=f"from round 5 to round {number}: .* whose states are kept are 3, 4 "):
+            fedssl.resume(path, from_round=number)
+    with pytest.raises(UserError, match=r"learning_rate cannot change .* \(3 rounds are done\)"):
+        fedssl.resume(path, ["training.learning_rate=1"], from_round=3)
+    fedssl.resume(path, from_round=5)  # it is there already
+    assert everything(path) == before
+    state = path / "checkpoints" / "server.round-00003.safetensors"
+    state.write_bytes(b"x" * len(state.read_bytes()))
+    with pytest.raises(UserError, match=r"server\.round-00003\.safetensors was changed since the run wrote it"):
+        fedssl.resume(path, from_round=3)
+    assert fedssl.resume(path, ["checkpoints=1", "rounds=6"], from_round=4).last_round == 6
+    assert RunDirectory.open(path).checkpoint.earlier == []
+    assert len([*path.glob("checkpoints/server.*")]) == 1
+
+
+def test_with_differential_privacy_no_run_goes_back(tiny, tmp_path):
+    recipe = tiny(**AVERAGED | SMALL, engine="flower-simulation", flower=NOISE)
+    directory = RunDirectory.create(tmp_path / "run", {"recipe.yaml": recipe.to_yaml()})
+    for number in (0, 1):
+        directory.commit(number, Message(), finished=False, keep=2)
+    with pytest.raises(UserError, match="cannot go back to round 0: with differential privacy"):
+        continue_run(tmp_path / "run", None, False, [], 0, None, None)
 
 
 COSINE = {"training": {"learning_rate": 0.4, "learning_rate_schedule": "cosine"}}

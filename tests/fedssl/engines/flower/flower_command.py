@@ -32,7 +32,7 @@ def cut_a_tensor(message: Message) -> None:
 
 
 def weights_of(value: float) -> Callable[[Message], None]:
-    """Weights of a value: 9e5 is just below what the guard allows in any case, and would spoil the mean."""
+    """Weights of a value: with 9e5 they are below `guard.largest_value`, and would spoil the mean."""
 
     def change(message: Message) -> None:
         for name, tensor in message.tensors.items():

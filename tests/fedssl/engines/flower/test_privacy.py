@@ -24,9 +24,10 @@ from fedssl.engines.flower.privacy_accountant import (
     noise_multiplier,
     rounds_within,
 )
-from fedssl.engines.flower.wire import from_records, to_records
+from fedssl.engines.flower.wire import flatten_weights, from_records, to_records, unflatten_weights
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
+from fedssl.guard import refused_in
 from fedssl.messages import Message
 from fedssl.recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from fedssl.reports.report import build_report
@@ -152,6 +153,40 @@ def test_the_servers_noise_is_scaled_by_the_clients_in_the_mean(tiny):
         if name.endswith("running_var"):
             assert float(noisy.tensors[name].min()) >= 0
     assert noisy.config == {"refused/2": "samples is nan, expected a positive number"}
+
+
+FIXED = {"name": "fixed_clipping", "clipping_norm": 1.0, "noise_multiplier": 0.0}
+LOCAL = {"name": "local_dp", "clipping_norm": 1.0, "epsilon": 0.5, "delta": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("privacy", "length", "samples", "reason"),
+    [
+        (FIXED, 1.0, 1, None),
+        (FIXED, 1.01, 1, "changed by a length of 1.01, but fixed_clipping allows 1 (clipping_norm 1)"),
+        (FIXED, 3560.0, 1, "far above the server's and the round's median"),
+        (FIXED, 0.5, 1e9, "it counts by 1e+09 images, but with differential privacy each client counts as one"),
+        (LOCAL, 0.99, 1, None),  # of what clipping and noise can be
+        (LOCAL, 1.01, 1, "but local_dp allows"),
+    ],
+)
+def test_an_update_that_is_not_clipped_is_refused(privacy, length, samples, reason, tiny):
+    recipe = tiny(**EQUAL, engine="flower", flower={"differential_privacy": privacy})
+    method = private_federation(build_federation(recipe)).method
+    state = method.initial_state()
+    vector = flatten_weights(state.tensors)
+    if privacy is LOCAL:
+        length *= 1 + LocalDP(**LOCAL).noise_deviation * (len(vector) ** 0.5 + 8)
+
+    def reply(length, samples):
+        moved = vector + length / len(vector) ** 0.5
+        return Message(unflatten_weights(moved, state.tensors), {"samples": samples})
+
+    usual = reply(length / 4 if privacy is LOCAL else 0.25, 1)
+    replies = {0: usual, 1: usual, 2: reply(length, samples)}
+    refused = refused_in(method.aggregate(state, replies, 1))
+    assert list(refused) == ([] if reason is None else [2])
+    assert reason is None or reason in refused[2]
 
 
 def test_without_noise_and_clipping_the_run_is_the_plain_one(quick, finished, tiny, tmp_path):

@@ -68,9 +68,9 @@ def states(monkeypatch) -> list[Message]:
     committed: list[Message] = []
     real = RunDirectory.commit
 
-    def note(directory, number, server, finished):
+    def note(directory, number, server, finished, keep):
         committed.append(server.copy())
-        real(directory, number, server, finished)
+        real(directory, number, server, finished, keep)
 
     monkeypatch.setattr(RunDirectory, "commit", note)
     return committed
@@ -192,7 +192,7 @@ UNUSABLE: dict[int, tuple[Prepare, list[int], str]] = {
 
 
 def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(quick, tmp_path):
-    recipe = quick(secure=SECURE, **WEIGHTS, rounds=4)
+    recipe = quick(secure=SECURE, **WEIGHTS, rounds=5)
     directory, grid = start(recipe, tmp_path / "secure")
     faults = FaultsByRound(grid, {number: prepare for number, (prepare, _, _) in UNUSABLE.items()})
     warnings = iter(run_on(recipe, directory, grid, faults))
@@ -201,6 +201,30 @@ def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(quick, tm
         assert [one.partition(" is left out: ")[0] for one in told] == [f"round {number}: client {k}" for k in lost]
         assert re.search(reason, told[0])
     assert list(warnings) == []
+
+
+def all_60(reply: Message) -> None:
+    reply.tensors = {n: t * 0 + 60 if t.is_floating_point() else t for n, t in reply.tensors.items()}
+
+
+def test_weights_that_spoil_the_mean_end_the_run_before_it_is_committed(quick, tmp_path):
+    recipe = quick(secure=SECURE, **WEIGHTS)
+    directory, grid = start(recipe, tmp_path / "secure")
+    faults = FaultsByRound(grid, {2: after_training(all_60, client=2)})
+    with pytest.raises(UserError, match=r"round 2: 0 of 3 answers are valid.*client 0: online\S+ holds, .*far above"):
+        run_on(recipe, directory, grid, faults)
+    assert RunDirectory.open(tmp_path / "secure").checkpoint.round == 1
+
+
+@pytest.mark.parametrize(("rounds", "lost", "committed"), [(4, (2, 3), 2), (2, (2,), 1)])
+def test_two_rounds_without_an_answer_or_the_last_end_the_run(rounds, lost, committed, quick, tmp_path):
+    recipe = quick(secure=SECURE, **WEIGHTS, rounds=rounds)
+    directory, grid = start(recipe, tmp_path / "secure")
+    grid.loses = lambda node, stage, number: int(number) in lost
+    told = f"round {lost[-1]}: 0 of 3 clients answered, .* client 0: no answer within"
+    with pytest.raises(UserError, match=told):
+        run_on(recipe, directory, grid)
+    assert RunDirectory.open(tmp_path / "secure").checkpoint.round == committed
 
 
 def test_a_server_that_does_not_ask_for_masks_gets_nothing(quick, tmp_path, monkeypatch):

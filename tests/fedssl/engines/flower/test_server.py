@@ -16,6 +16,7 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from google.protobuf.message import DecodeError
 
+import fedssl
 from fedssl.engines.flower import simulation, wire
 from fedssl.engines.flower.server import make_server_app
 from fedssl.engines.flower.wire import on_disk, to_records
@@ -42,7 +43,7 @@ from tests.fedssl.engines.flower.loop_grid import (
     write_sites,
 )
 from tests.fedssl.engines.flower.test_wire import mappings
-from tests.fedssl.engines.short_runs import SMALL, contents, metric, stopped_before_commit
+from tests.fedssl.engines.short_runs import SMALL, contents, metric, results, stopped_before_commit
 
 
 @pytest.mark.parametrize("kind", ["lw_fedssl", "hetero_ssfl, bfloat16"])
@@ -119,6 +120,23 @@ def test_interrupted_between_rounds_the_run_continues_from_the_same_states(finis
     run_on(recipe, directory, grid)
     alone = finished(tiny(**KINDS["hetero_ssfl"]))
     assert (alone / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
+
+
+def test_sites_keep_the_states_to_which_a_run_may_go_back(quick, tmp_path):
+    """Client 1 answers the third round no more, nor after it."""
+    recipe = quick(**KINDS["hetero_ssfl"], rounds=5)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    faults = {number: silent(12) for number in (3, 4, 5)}
+    run_on(recipe, directory, grid, FaultsByRound(grid, faults))
+    whole = results(tmp_path / "b")
+    for number in (3, 4):
+        run = fedssl.resume(tmp_path / "b", from_round=number)
+        assert (run.finished, run.last_round) == (False, number)
+        run_on(recipe, RunDirectory.open(tmp_path / "b"), grid, FaultsByRound(grid, faults))
+        assert results(tmp_path / "b") == whole
+    kept = {k: sorted(int(file.name[18:23]) for file in tmp_path.glob(f"state{k}/*/client-*")) for k in (0, 1)}
+    assert kept[1] == [0, 1, 2]
+    assert {3, 4, 5} <= {*kept[0]} < {*range(6)}
 
 
 # Answers that do not count

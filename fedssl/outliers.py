@@ -1,0 +1,142 @@
+"""Compare the sizes of a round's answers with each other and the server's: what honest clients never differ by.
+
+docs/deploy.md has the largest multiples that honest runs were measured to differ by. The limits move with the server's
+state, so a model that one bad answer has spoiled a little still takes the honest answers of the next round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from statistics import median_low
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .aggregators.weighted_mean import is_statistic
+from .messages import Message
+
+_MOST_OF_WEIGHT = 30.0  # size and change of a weight
+_MOST_OF_OTHER = 1000.0  # size and change of a running statistic or a tensor of no model; size of what was zero before
+_MOST_OF_UPDATE = 5.0  # length of the change of all weights
+_ENOUGH = 3  # answers; the lower median of two is the smaller one
+
+#: by tensor its root mean square and its largest magnitude
+_Sizes = dict[str, tuple[float, float]]
+_MEASURES = ("as root mean square", "in magnitude")
+
+
+class Comparison(NamedTuple):
+    """What is compared of a client's answer, its value and the largest value that is accepted."""
+
+    client: int
+    what: str
+    value: float
+    most: float
+
+
+def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[int, float]) -> dict[int, str]:
+    """Return why answers are refused whose tensors, or whose changes of the server's tensors, are far too large.
+
+    Tensors are compared by root mean square and by largest magnitude. A weight may be 30 times and a running statistic
+    1000 times as large as the server's and as the median of the answers (of two in the middle the lower one), whichever
+    is larger; a weight that was zero 1000 times the median. All weights together may not become 30 times smaller.
+    From three answers on, the change of a tensor since the server's state may be these multiples of the median change
+    of this tensor, or of all weights, and the change of all weights 5 times its median. A client with more images than
+    the median takes more steps: its limits are higher by that factor.
+
+    Args:
+        server: its state before the round.
+        replies: by client; valid in all else. If all share their tensors they count as one answer: under secure
+            aggregation each is the clients' mean.
+        images: by which each of these clients counts.
+    """
+    alone = len({id(reply.tensors) for reply in replies.values()}) == 1
+    usual = median_low(images[k] for k in replies) if replies else 0.0
+    factors = {k: max(1.0, images[k] / usual) for k in replies}
+    compared = [*compared_sizes(server, replies, factors, alone)]
+    if len(replies) >= _ENOUGH and not alone:
+        compared += compared_changes(server, replies, factors)
+    reasons: dict[int, str] = {}
+    for client, what, value, most in compared:
+        if value > most > 0:
+            reason = f"{what} {value:.3g}, far above the server's and the round's median: expected at most {most:.3g}"
+            reasons.setdefault(client, reason)
+    return reasons
+
+
+def compared_sizes(
+    server: Message, replies: Mapping[int, Message], factors: Mapping[int, float], alone: bool
+) -> Iterator[Comparison]:
+    """Yield the sizes of each floating-point tensor, and how many times smaller all weights together have become.
+
+    `alone` says that there is one answer, whose median tells nothing: only weights are compared, with the server's.
+    """
+    own, answers = _sizes(server), {k: _sizes(reply) for k, reply in replies.items()}
+    counts = _counts_of_weights(server)
+    typical = _typical(own, counts)
+    for name in dict.fromkeys(name for answer in answers.values() for name in answer):
+        if alone and name not in counts:
+            continue
+        for i, measure in enumerate(_MEASURES):
+            holders = {k: answer[name][i] for k, answer in answers.items() if name in answer}
+            before, usual = own.get(name, (0.0, 0.0))[i], 0.0 if alone else median_low(holders.values())
+            most = _multiple(name, counts) * max(before, usual) if before else _MOST_OF_OTHER * usual
+            if name in counts:  # a scale or a bias of few entries may pass through zero
+                most = max(most, _MOST_OF_WEIGHT * typical)
+            for k, size in holders.items():
+                yield Comparison(k, f"{name} holds, {measure},", size, most * factors[k])
+    for k, answer in answers.items():
+        sent = {name: own[name] for name in answer if name in counts}
+        before, after = _typical(sent, counts), _typical(answer, counts)
+        times = before / after if after else math.inf if before else 1.0
+        yield Comparison(k, "its weights have become smaller by a factor of", times, _MOST_OF_WEIGHT)
+
+
+def compared_changes(
+    server: Message, replies: Mapping[int, Message], factors: Mapping[int, float]
+) -> Iterator[Comparison]:
+    """Yield the change of all weights together, and the sizes of the change of each tensor, counters too."""
+    answers, counts = {k: _sizes(reply, server) for k, reply in replies.items()}, _counts_of_weights(server)
+    typical = {k: _typical(answer, counts) for k, answer in answers.items()}
+    usual_weight = median_low(typical.values())
+    for k, change in typical.items():
+        most = _MOST_OF_UPDATE * factors[k] * usual_weight
+        yield Comparison(k, "its weights have changed, as root mean square of all, by", change, most)
+    for name in dict.fromkeys(name for answer in answers.values() for name in answer):
+        for i, measure in enumerate(_MEASURES):
+            holders = {k: answer[name][i] for k, answer in answers.items() if name in answer}
+            usual = max(usual_weight, median_low(holders.values()))
+            for k, change in holders.items():
+                most = _multiple(name, counts) * factors[k] * usual
+                yield Comparison(k, f"{name} has changed, {measure}, by", change, most)
+
+
+def _counts_of_weights(server: Message) -> dict[str, int]:
+    return {name: tensor.numel() for name, tensor in server.tensors.items() if not is_statistic(name, tensor)}
+
+
+def _multiple(name: str, weights: Mapping[str, int]) -> float:
+    return _MOST_OF_WEIGHT if name in weights else _MOST_OF_OTHER
+
+
+def _typical(sizes: _Sizes, counts: Mapping[str, int]) -> float:
+    """Return the root mean square over the entries of all weights among these tensors; 0 if there are none."""
+    entries = sum(counts.get(name, 0) for name in sizes)
+    return math.sqrt(sum(counts.get(name, 0) * size[0] ** 2 for name, size in sizes.items()) / max(entries, 1))
+
+
+def _sizes(message: Message, before: Message | None = None) -> _Sizes:
+    """Return the sizes of the floating-point tensors; with `before` of the changes of all tensors since then."""
+    tensors = message.tensors.items()
+    if before is None:
+        return {name: _size(tensor) for name, tensor in tensors if tensor.is_floating_point()}
+    both = [(name, tensor, before.tensors[name]) for name, tensor in tensors if name in before.tensors]
+    return {name: _size(new.double() - old) for name, new, old in both if new.shape == old.shape}
+
+
+def _size(tensor: Tensor) -> tuple[float, float]:
+    if tensor.numel() == 0:
+        return 0.0, 0.0
+    values = tensor.detach().double()
+    return float(values.square().mean().sqrt()), float(values.abs().max())
