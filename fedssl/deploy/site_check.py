@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ..engines.flower.site import SiteOptions, load_site
+from ..engines.flower.site import SiteOptions, count_own_images, load_site
 from ..errors import UserError
 from ..untrusted import quoted
 from .certificates import RENEWAL_DAYS, certificate_fingerprint, read_certificate, require_authority
@@ -150,16 +150,14 @@ def _device(site: SiteOptions) -> tuple[str, str | None]:
 
 
 def _data(site: SiteOptions, folder: Path) -> tuple[str, str | None]:
-    if site.data is None:
-        return "no own images: the site takes its share of the recipe's data, which is meant for trials", None
-    from ..data.datasets import load_dataset
-
     before = Path.cwd()
     os.chdir(folder)  # where the start script runs, from which relative paths count
     try:
-        count = len(load_dataset(site.data, 0).train_images)
+        count = count_own_images(site)
     finally:
         os.chdir(before)
+    if count is None:
+        return "no own images: the site takes its share of the recipe's data, which is meant for trials", None
     return f"{count:,} training images", None if count else "name a folder with images"
 
 

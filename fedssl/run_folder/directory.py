@@ -122,6 +122,11 @@ class RunDirectory:
             rows = [(round_number, k, reason) for k, reason in reasons.items()]
             self._append("refused.csv", ("round", "client", "reason"), rows)
 
+    def read_refused(self) -> list[tuple[int, int, str]]:
+        """Return the committed lines of refused.csv: round, client and reason."""
+        rows = read_csv(self.path / "refused.csv", self.checkpoint.lengths.get("refused.csv", 0))
+        return [(int(row["round"]), int(row["client"]), row["reason"]) for row in rows]
+
     def _append(self, name: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         path = self.path / name
         with writing(path):

@@ -155,11 +155,12 @@ class ArrivingAnswer:
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """One node's answer: its records, or one line that says why there are none."""
+    """One node's answer: its records, or one line that says why there are none, perhaps with its client's number."""
 
     node: int
     content: RecordDict | None = None
     failure: str | None = None
+    client: Any = None
 
 
 class Messenger:
@@ -215,7 +216,8 @@ class Messenger:
                 reason = _SUPERLINK_REASONS.get(code, f"its app failed: {reason}")
             return NodeAnswer(node, failure=reason)
         if "failure" in reply.content:
-            return NodeAnswer(node, failure=one_line(str(config_of(reply.content, "failure").get("reason"))))
+            failure = config_of(reply.content, "failure")
+            return NodeAnswer(node, failure=one_line(str(failure.get("reason"))), client=failure.get("client"))
         return NodeAnswer(node, reply.content)
 
 
