@@ -54,7 +54,9 @@ def check_site(folder: Path) -> list[Check]:
         return [*checks, Check("site.yaml", str(error), "correct site.yaml")]
     checks += [
         _guarded("device", "change device in site.yaml", lambda: _device(site)),
-        _guarded("data", "change data in site.yaml", lambda: _data(site, folder)),
+        _guarded(
+            "data", "link your images (ln -s FOLDER images), or change data in site.yaml", lambda: _data(site, folder)
+        ),
         _guarded("disk", "choose another state folder in site.yaml", lambda: _disk(site, folder)),
     ]
     if site.approved_apps is None:

@@ -26,8 +26,9 @@ from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...recipe.reading import load_recipe
+from ...untrusted import printable
 from ..rounds import evaluate_after
-from .messenger import config_of
+from .messenger import MOST_REASONS, config_of, one_line
 from .privacy import private_answer
 from .registration import DataForm
 from .site import SiteStates, add_evaluation, load_site, site_federation
@@ -139,16 +140,15 @@ def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> Recor
 def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     number, start = _round_of(site, task)
     states, received = site.states(task["run"]), from_records(content)
-    for reason in task["left_out"]:
-        site.log(f"the server left this site out of {reason}")
+    for reason in task["left_out"][:MOST_REASONS]:
+        site.log(f"was left out of {one_line(reason)}")
     site.log(f"begins {_occasion(task)} of {site.federation.recipe.rounds}; received {_megabytes(received.num_bytes)}")
     states.require_same_data(site.federation, start)
     client = site.federation.client(site.client, states.load(start))
     reply = site.federation.method.client_round(client, received, number)
-    losses = ", ".join(f"{name} {value:.4g}" for name, value in reply.metrics.items() if name.endswith("loss"))
-    if losses:
+    if "loss" in reply.metrics:
         count = len(site.federation.client_rows[site.client])
-        site.log(f"trained {_occasion(task)} on {count:,} images: {losses}")
+        site.log(f"trained {_occasion(task)} on {count:,} images: loss {reply.metrics['loss']:.4g}")
     state = site.federation.client_state(client, number)
     states.store(number, state, start)
     return _to_answer(reply, site, number, state if task["evaluate"] else None)
@@ -177,7 +177,7 @@ def _to_answer(reply: Message, site: Site, number: int, evaluated: Message | Non
 
 
 def _print_line(text: str) -> None:
-    print(f"fedssl: this site {text}", flush=True)
+    print(f"fedssl: this site {printable(text)}", flush=True)  # a server's text is from outside
 
 
 def _say_nothing(text: str) -> None:

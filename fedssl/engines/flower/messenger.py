@@ -36,6 +36,8 @@ _PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmetic
 _UNREADABLE = (DecodeError, objects.UnexpectedObjectContentError, *_PYTHON_ERRORS)
 #: bytes of a registration or of an answer that holds an evaluation alone
 LARGEST_WITHOUT_WEIGHTS = 2**22
+#: reasons for which a site was left out that a message brings it, the latest ones
+MOST_REASONS = 10
 #: bytes of an answer's records without the pieces of arrays; as Python's numbers they take thirty times as much
 _LARGEST_RECORDS = 2**22
 

@@ -40,7 +40,7 @@ from ...untrusted import quoted
 from ..observers import Observer
 from ..progress import ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
-from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, config_of, one_line
+from .messenger import LARGEST_WITHOUT_WEIGHTS, MOST_REASONS, Messenger, config_of, one_line
 from .privacy import private_federation
 from .privacy_accountant import PrivacyAccountant
 from .registration import ConnectedClients
@@ -74,7 +74,8 @@ class FlowerClients:
         for k, content in contents.items():
             content["task"] = task = self._task(k, number, evaluate=evaluate)
             start: Any = task["start"]  # the last round of it that counted
-            task["left_out"] = [f"round {n}: {why}" for n, who, why in left_out if who == k and n > start]
+            reasons = [f"round {n}: {why}" for n, who, why in left_out if who == k and n > start]
+            task["left_out"] = reasons[-MOST_REASONS:]
         if self._accountant is not None:
             self._accountant.begin(number, contents)
         if self._options.secure_aggregation is None:
@@ -246,7 +247,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
 def _connect(grid: Grid, federation: Federation, progress: Observer, run: str) -> ConnectedClients:
     """Wait for the sites before a run's rounds, and tell who is there."""
     clients, seconds = len(federation.client_rows), federation.recipe.flower.connect_seconds
-    progress.inform(f"waits up to {seconds:g} s for {clients} sites to connect, of which each must approve the app")
+    progress.inform(f"waits up to {seconds:g} s for {clients} sites to connect and to approve the app")
     connected = ConnectedClients(Messenger(grid, Event()), federation, progress, run)
     connected.require_enough()
     counts = {k: connected.images.get(k, "an unknown number of") for k in sorted(connected.nodes)}

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...data.datasets import load_dataset
 from ...data.digests import DATA_DIGESTS, data_digests, differences, digests_text, read_digests
 from ...data.options import SOURCES, DataOptions
+from ...data.summary import summarise
 from ...errors import UserError
 from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
@@ -108,8 +109,11 @@ def _in_form(data: DataOptions, shape: tuple[int, int, int] | None) -> DataOptio
     changed: dict[str, int] = {}
     if data.image_size is None and shape[1] == shape[2]:
         changed["image_size"] = shape[1]
-    if data.channels is None and shape[0] in (1, 3) and (SOURCES[data.name].image_files or data.name == "npz"):
-        changed["channels"] = shape[0]
+    if data.channels is None and (SOURCES[data.name].image_files or data.name == "npz"):
+        # only where it makes a difference: of a TIFF, `channels` also says what its pages are
+        summary = summarise(data.model_dump())
+        if summary is not None and {summary.channels, shape[0]} == {1, 3}:
+            changed["channels"] = shape[0]
     return data.model_copy(update=changed)
 
 

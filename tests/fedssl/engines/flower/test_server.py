@@ -365,15 +365,15 @@ def test_a_sites_log_says_what_it_sent_and_why_the_server_left_it_out(quick, tmp
     spoils = after_training(spoil)
     run_on(recipe, directory, grid, FaultsByRound(grid, {1: spoils, 2: spoils}))
     lines = capsys.readouterr().out.splitlines()
-    told = [line.removeprefix("fedssl: this site ") for line in lines if "left this site out" in line]
+    told = [line.removeprefix("fedssl: this site ") for line in lines if "was left out" in line]
     assert [line.partition(": online")[0] for line in told] == [
-        f"the server left this site out of round {number}" for number in (1, 1, 2)
+        f"was left out of round {number}" for number in (1, 1, 2)
     ]
     sent = next(line for line in lines if " sends " in line and "weights" in line)
     size = metric(tmp_path / "b", "bytes_up", 1)["0"]
     assert sent.startswith(f"fedssl: this site sends {size / 1e6:.2f} MB: weights; the numbers samples, loss, ")
     loss = metric(tmp_path / "b", "loss", 1)["0"]
-    assert any(line.startswith(f"fedssl: this site trained round 1 on 21 images: loss {loss:.4g},") for line in lines)
+    assert f"fedssl: this site trained round 1 on 21 images: loss {loss:.4g}" in lines
 
 
 def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_nothing_else(quick, tmp_path):
