@@ -274,11 +274,11 @@ def _partition_charts(methods: Methods) -> list[PageFigure]:
             partitions.setdefault(counts, (run, []))[1].append(f"{name} (seed {run.seed})")
     charts = []
     for counts, (run, names) in partitions.items():
-        caption = f"Seed {run.seed}: {', '.join(names)}"
+        caption = ", ".join(names)
         if _of_sites(run):
             if not any(map(sum, counts)):
                 continue  # private sites do not say how many images they have
-            caption += ". As the sites stated it when the run began; 0 where a site was not there, or has joined later."
+            caption += ": as the sites stated it when the run began; 0 where a site was not there, or has joined later."
         figure = draw_partition(torch.tensor(counts), run.class_names)
         charts.append(page_figure(figure, "Training images per client and class", caption))
     return charts
@@ -298,7 +298,7 @@ def _left_out_table(methods: Methods) -> PageTable | None:
             for number, k, reason in run.refused:
                 numbers.setdefault((k, reason), []).append(number)
             rows += [
-                (name, run.seed, k, f"{_ranges(rounds)} of {run.rounds}", printable(reason))
+                (name, run.seed, k, _ranges(rounds), printable(reason))
                 for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1]))
             ]
     if len(rows) > _MOST_LEFT_OUT:
@@ -308,14 +308,15 @@ def _left_out_table(methods: Methods) -> PageTable | None:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as `1, 3 to 5`."""
-    ranges: list[list[int]] = []
+    """Return ascending numbers as `1, 2, 4 to 6`."""
+    runs: list[list[int]] = []
     for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            ranges.append([number])
-    return ", ".join(" to ".join(map(str, ends)) for ends in ranges)
+            runs.append([number])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)
 
 
 def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:

@@ -98,13 +98,13 @@ def test_the_page_of_sites_tells_who_holds_what_and_who_was_left_out_when_and_wh
     write_run(tmp_path / "a", recipe, rows, counts=counts, class_names=("images",), refused=reasons)
     page = Page(write_report([tmp_path / "a"]))
     assert page.table("method", "seed", "client", "rounds", "reason") == [
-        ["tiny", "0", "0", "3 of 9", "a\\x1b[2J"],
-        ["tiny", "0", "1", "1 to 2, 4, 7 to 9 of 9", "no answer within 5 s"],
-        ["tiny", "0", "1", "3 of 9", HOSTILE],
+        ["tiny", "0", "0", "3", "a\\x1b[2J"],
+        ["tiny", "0", "1", "1, 2, 4, 7 to 9", "no answer within 5 s"],
+        ["tiny", "0", "1", "3", HOSTILE],
     ]
-    charts = [caption for caption in page.captions if caption.startswith("Seed 0: tiny")]
+    charts = [caption for caption in page.captions if caption.startswith("tiny (seed 0)")]
     assert len(charts) == drawn
-    assert all(("As the sites stated" in caption) == (partition == "sites") for caption in charts)
+    assert all(("as the sites stated" in caption) == (partition == "sites") for caption in charts)
 
 
 def test_curves_are_drawn_of_what_was_logged_in_several_rounds(tiny, tmp_path):
