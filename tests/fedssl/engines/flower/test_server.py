@@ -353,6 +353,9 @@ def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_hol
     assert run.finished
     assert (run.class_names, run.class_counts) == (["images"], [[30], [0], [20]])
     assert {(number, k) for number, k, _ in run.refused} == {(1, 1), (2, 1)}
+    with open(tmp_path / "run" / "refused.csv", "a") as file:
+        file.write("3,0,of a round that was not committed\n")
+    assert read_run(tmp_path / "run").refused == run.refused
     printed = " ".join(capsys.readouterr().out.split())
     assert "connected: client 0 with 30 images, client 2 with 20 images" in printed
     assert f"Next: fedssl report {tmp_path / 'run'}" in printed
