@@ -117,6 +117,8 @@ def measure_row(sites: int, architecture: str, transport: str) -> dict[str, floa
     """One row of the table. For a process of its own."""
     from flwr.supercore.task_identity import TaskIdentity
 
+    from fedssl.engines.flower.messenger import Messenger
+    from fedssl.engines.flower.registration import ConnectedClients
     from fedssl.engines.flower.server import FlowerClients
     from fedssl.engines.observers import Observer
     from fedssl.engines.rounds import first_files, run_rounds
@@ -138,8 +140,10 @@ def measure_row(sites: int, architecture: str, transport: str) -> dict[str, floa
     with tempfile.TemporaryDirectory(dir=_place_of_runs()) as folder:
         directory = RunDirectory.create(Path(folder) / "run", first_files(federation) | {SITES_RUN: "run"})
         grid = Sites(federation)
-        clients = FlowerClients(grid, federation, directory, Observer(), "run", threading.Event())  # type: ignore[arg-type]
-        clients.connect()
+        messenger = Messenger(grid, threading.Event())  # type: ignore[arg-type]
+        connected = ConnectedClients(messenger, federation, Observer(), "run")
+        connected.require_enough()
+        clients = FlowerClients(connected, federation, directory, Observer())
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         before = status("RssAnon"), status("VmRSS")
         started = time.perf_counter()

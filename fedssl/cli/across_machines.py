@@ -53,7 +53,7 @@ def folders(
     server's certificate. It overwrites no key.
     """
     provision = _deploy_folders().provision
-    from ..deploy.consortium import EXAMPLE, load_consortium
+    from ..deploy.consortium import EXAMPLE, FIRST_RUN, load_consortium
 
     if example:
         print_text(EXAMPLE.rstrip("\n"))
@@ -64,7 +64,8 @@ def folders(
         print_text(line)
     print_text(
         f"Give each site its folder of {output}, and the server the folder server; each has a page STEPS.md. Keep "
-        f"{output / 'authority'} apart. Compare {output / 'fingerprints.md'} by telephone."
+        f"{output / 'authority'} apart. Compare {output / 'fingerprints.md'} by telephone.\n"
+        f"Next: at the server, in its folder: {FIRST_RUN}"
     )
 
 
@@ -132,8 +133,8 @@ def flower_app(
     loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
     apps = _flower("deploy.apps")
     apps.write_app(loaded, folder, output)
-    print_text(f"The app is in {folder}; start it with: flwr run {quoted(folder)} NAME-OF-THE-SUPERLINK")
-    print_text(f"Sites that approve apps need its digest (fedssl supernode --allow): {apps.digest_of_app(folder)}")
+    print_text(f"The app is in {folder}; flwr run {quoted(folder)} NAME-OF-THE-SUPERLINK starts it")
+    print_text(f"Next: at each site, with the digest of the app: ./start.sh --allow {apps.digest_of_app(folder)}")
 
 
 def superlink(

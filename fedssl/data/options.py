@@ -123,8 +123,9 @@ class DataOptions(Options):
         None,
         ge=1,
         le=MOST_CHANNELS,
-        description="channels of each image, 1 to 32, for npz, images and folder: the bands or the pages of a TIFF, or "
-        "those of an array whose layout leaves them open (default: as stored, of a TIFF of several pages the first)",
+        description="channels of each image, 1 to 32, for npz, images and folder: 3 makes grey images colours and 1 "
+        "colours grey; else the bands or the pages of a TIFF, or those of an array whose layout leaves them open "
+        "(default: as stored, of a TIFF of several pages the first)",
     )
     window: (
         Literal["full", "per_image", "file", "percentiles"]

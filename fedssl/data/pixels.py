@@ -211,24 +211,37 @@ def require_pixels(name: str, array: NDArray[Any], window: Window | None = "perc
 
 
 def channels_first(array: NDArray[Any], name: str, channels: int | None = None) -> Tensor:
-    """Convert [n, H, W], [n, H, W, C] or [n, C, H, W] to a tensor [n, C, H, W], see `channel_axis`."""
-    if array.ndim == 3 and channels in (None, 1):
+    """Convert [n, H, W], [n, H, W, C] or [n, C, H, W] to a tensor [n, C, H, W], see `channel_axis`.
+
+    Where `channels` is 3, grey images get three equal channels. Where it is 1, colours become grey as in Pillow.
+    """
+    if array.ndim == 3 and channels in (None, 1, 3):
         array = array[:, None]
     elif channel_axis(array.shape, name, channels) == 3:
         array = array.transpose(0, 3, 1, 2)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    images = torch.from_numpy(np.ascontiguousarray(array))
+    if (images.shape[1], channels) == (1, 3):
+        return images.expand(-1, 3, -1, -1).contiguous()
+    if (images.shape[1], channels) == (3, 1):
+        parts = [part.int() for part in images.split(_RESIZED_AT_A_TIME)]
+        grey = [(19595 * part[:, :1] + 38470 * part[:, 1:2] + 7471 * part[:, 2:] + 2**15) >> 16 for part in parts]
+        return torch.cat(grey).to(torch.uint8)
+    return images
 
 
 def channel_axis(shape: tuple[int, ...], name: str, channels: int | None = None) -> int:
     """Return where images of a shape have their channels: 3 for [n, H, W, C], 1 for [n, C, H, W].
 
-    There are 1 to 32 channels, or `channels`. Where both layouts fit, one or three channels go first, then squares,
+    There are 1 to 32 channels, or `channels`, or three in place of one or one in place of three, as grey images and
+    colours become each other. Where both layouts fit, one or three channels go first, then squares,
     then the layout of fewer channels; if `channels` is given, [n, H, W, C]. A UserError, which begins with `name`, is
     raised where none fits, or where nothing decides.
     """
     fits = [axis for axis in (3, 1) if len(shape) == 4 and 1 <= shape[axis] <= MOST_CHANNELS]
     if channels is not None:
-        fits = [axis for axis in fits if shape[axis] == channels]
+        fits = [axis for axis in fits if shape[axis] == channels] or [
+            axis for axis in fits if {shape[axis], channels} == {1, 3}
+        ]
     if not fits:
         raise _wrong_shape(name, shape, channels)
     if channels is not None or len(fits) == 1:

@@ -90,12 +90,12 @@ def _of_npz(path: Path, channels: int | None) -> DataSummary:
             raise UserError(f"data.path: {path} holds none of the arrays {', '.join(_IMAGE_KEYS)}")
         shape = archive.shape(chosen)
     if len(shape) == 3:
-        channels, height, width = 1, shape[1], shape[2]
+        stored, height, width = 1, shape[1], shape[2]
     elif channel_axis(shape, f"data.path: {chosen} in {path}", channels) == 3:
-        height, width, channels = shape[1:]
+        height, width, stored = shape[1:]
     else:
-        channels, height, width = shape[1:]
-    return DataSummary(shape[0], channels, min(height, width), any(name in names for name in _LABEL_KEYS))
+        stored, height, width = shape[1:]
+    return DataSummary(shape[0], channels or stored, min(height, width), any(name in names for name in _LABEL_KEYS))
 
 
 def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:

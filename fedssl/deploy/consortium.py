@@ -13,7 +13,7 @@ from ..options import Options, explain_errors
 from ..untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
 
 EXAMPLE = """\
-# Read by: fedssl provision consortium.yaml
+# Adapt the names. Next: fedssl provision consortium.yaml
 name: our-consortium
 server:
   address: localhost   # the name or the IP address by which the sites reach the server
@@ -24,6 +24,9 @@ sites:                 # in the order of the clients' numbers, from 0; add new s
   - hospital-b
 valid_days: 365        # how long the server's certificate is valid; a later call renews it
 """
+
+#: how the server starts with a first run of the sites' own images
+FIRST_RUN = "./start.sh fedbyol 'data.image_shape=[3, 64, 64]' training.batch_size=32 rounds=2"
 
 MEMBER_FILE = "member.yaml"
 

@@ -170,7 +170,7 @@ def _prepare_server(consortium: Consortium, folder: Path, authority: Authority, 
             "copy it to the server and restart the server"
         )
     unit = _write_member_files(folder, consortium, "server", f"Server of {consortium.name} (fedssl)")
-    about = {"consortium": consortium.name, "server": consortium.server}
+    about = {"consortium": consortium.name, "server": consortium.server, "clients": len(consortium.sites)}
     _fill(folder / "STEPS.md", "server_steps.md", **about, unit=unit, has_key=public is not None)
     _fill(folder / "start.sh", "server_start.sh", **about)
     return done

@@ -14,8 +14,7 @@ from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 
-from ..data.datasets import load_dataset
-from ..engines.flower.site import load_site
+from ..engines.flower.site import count_own_images, load_site
 from ..errors import UserError
 from ..run_folder.creation import alone_in
 from ..untrusted import expand_home
@@ -146,8 +145,8 @@ def _check_data(site_file: Path) -> int:
     """Load the site's data and make its state folder, as its apps will; return an exit code."""
     try:
         site = load_site(site_file)
-        if site.data is not None:
-            load_dataset(site.data, 0)
+        if (count := count_own_images(site)) is not None:
+            print(f"fedssl: this site has {count:,} training images; it waits for runs", flush=True)
         expand_home(site.state).mkdir(parents=True, exist_ok=True)
     except (UserError, OSError) as error:
         _print_error(str(error))

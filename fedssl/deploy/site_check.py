@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ..engines.flower.site import SiteOptions, load_site
+from ..engines.flower.site import SiteOptions, count_own_images, load_site
 from ..errors import UserError
 from ..untrusted import quoted
 from .certificates import RENEWAL_DAYS, certificate_fingerprint, read_certificate, require_authority
@@ -54,7 +54,9 @@ def check_site(folder: Path) -> list[Check]:
         return [*checks, Check("site.yaml", str(error), "correct site.yaml")]
     checks += [
         _guarded("device", "change device in site.yaml", lambda: _device(site)),
-        _guarded("data", "change data in site.yaml", lambda: _data(site, folder)),
+        _guarded(
+            "data", "link your images (ln -s FOLDER images), or change data in site.yaml", lambda: _data(site, folder)
+        ),
         _guarded("disk", "choose another state folder in site.yaml", lambda: _disk(site, folder)),
     ]
     if site.approved_apps is None:
@@ -150,16 +152,14 @@ def _device(site: SiteOptions) -> tuple[str, str | None]:
 
 
 def _data(site: SiteOptions, folder: Path) -> tuple[str, str | None]:
-    if site.data is None:
-        return "no own images: the site takes its share of the recipe's data, which is meant for trials", None
-    from ..data.datasets import load_dataset
-
     before = Path.cwd()
     os.chdir(folder)  # where the start script runs, from which relative paths count
     try:
-        count = len(load_dataset(site.data, 0).train_images)
+        count = count_own_images(site)
     finally:
         os.chdir(before)
+    if count is None:
+        return "no own images: the site takes its share of the recipe's data, which is meant for trials", None
     return f"{count:,} training images", None if count else "name a folder with images"
 
 

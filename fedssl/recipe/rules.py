@@ -71,14 +71,20 @@ def check_shares(recipe: Recipe, client_rows: list[Tensor], owner: int | None) -
         if owner not in (None, k):
             continue
         images = f"{len(rows)} image{'s' if len(rows) != 1 else ''}"
-        if len(rows) < recipe.training.batch_size:
+        size = recipe.training.batch_size
+        if owner is not None and len(rows) < size:
+            # The messages leave a site that is refused, so they do not hold its number.
             raise UserError(
-                f"client {k} has {images}, fewer than training.batch_size {recipe.training.batch_size}: lower the "
+                f"the site has fewer training images than training.batch_size {size}, which holds for all sites: give "
+                f"it at least {size}, or ask the server's operator for a smaller training.batch_size"
+            )
+        if len(rows) < size:
+            raise UserError(
+                f"client {k} has {images}, fewer than training.batch_size {size}: lower the "
                 "batch size, or raise partition.min_samples, or use fewer clients"
             )
         secure = recipe.flower.secure_aggregation
         if secure and not recipe.flower.differential_privacy and len(rows) > secure.max_weight:
-            # The message leaves a site that is refused, so it does not hold the number.
             raise UserError(
                 f"client {k} has more images than flower.secure_aggregation.max_weight {secure.max_weight}: raise it"
             )

@@ -360,11 +360,11 @@ def draw_partition(counts: Tensor, class_names: Sequence[str]) -> Figure:
     axes.set_yticks(range(0, clients, max(1, clients // 50)))
     axes.set(xlabel="training samples", ylabel="client")
     axes.spines[["top", "right"]].set_visible(False)
-    if legend_entries:
+    if legend_entries > 1:  # images without labels need none
         entries = zip(colours, class_names, strict=True)
         handles = [Patch(color=colour, label=plot_text(name)) for colour, name in entries]
         figure.legend(handles=handles, title="class", loc="outside right upper", fontsize=9)
-    else:
+    elif not legend_entries:
         scale = ScalarMappable(Normalize(-0.5, classes - 0.5), ListedColormap(colours))
         figure.colorbar(scale, ax=axes, label="class number", pad=0.02)
     return figure

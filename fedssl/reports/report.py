@@ -16,7 +16,7 @@ from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated
 from ..recipe.overrides import flatten_keys
 from ..run_folder.record import Run, read_run
 from ..run_folder.storage import write_atomically
-from ..untrusted import quoted
+from ..untrusted import printable, quoted
 from .collapse import Collapse, collapse_of_run, collapse_section
 from .cost import format_bytes
 from .images import ImagePictures, PicturesByMethod, image_pictures_of_run, image_section
@@ -28,6 +28,7 @@ Methods = Mapping[str, Sequence[Run]]
 Result = TypeVar("Result")
 _TRAFFIC = ("bytes_down", "bytes_up")
 _MOST_CURVES = 40
+_MOST_LEFT_OUT = 100  # lines
 _FIRST_CURVES = ("loss", "total_loss", "cka", "knn", "linear", "effective_rank")
 _CURVE_NOTES = {
     "loss": "What each client minimises alone. Losses of different objectives do not compare.",
@@ -129,6 +130,7 @@ def build_report(
         collapse=collapse_section(analyses or {}),
         images=image_section(pictures or {}),
         partitions=_partition_charts(methods),
+        left_out=_left_out_table(methods),
         clients=_client_table(methods, metrics),
         traffic=_traffic_table(methods),
         privacy=_privacy_table(methods),
@@ -274,9 +276,49 @@ def _partition_charts(methods: Methods) -> list[PageFigure]:
             partitions.setdefault(counts, (run, []))[1].append(f"{name} (seed {run.seed})")
     charts = []
     for counts, (run, names) in partitions.items():
-        figure, caption = draw_partition(torch.tensor(counts), run.class_names), f"Seed {run.seed}: {', '.join(names)}"
+        caption = ", ".join(names)
+        if _of_sites(run):
+            if not any(map(sum, counts)):
+                continue  # private sites do not say how many images they have
+            caption += ": as the sites stated it when the run began; 0 where a site was not there, or has joined later."
+        figure = draw_partition(torch.tensor(counts), run.class_names)
         charts.append(page_figure(figure, "Training images per client and class", caption))
     return charts
+
+
+def _of_sites(run: Run) -> bool:
+    partition = run.recipe.get("partition")
+    return isinstance(partition, dict) and partition.get("name") == "sites"
+
+
+def _left_out_table(methods: Methods) -> PageTable | None:
+    """Return a line for each client, method and reason of answers that were left out; None if none was."""
+    rows: list[tuple[object, ...]] = []
+    for name, runs in methods.items():
+        for run in runs:
+            numbers: dict[tuple[int, str], list[int]] = {}
+            for number, k, reason in run.refused:
+                numbers.setdefault((k, reason), []).append(number)
+            rows += [
+                (name, run.seed, k, _ranges(rounds), printable(reason))
+                for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1]))
+            ]
+    if len(rows) > _MOST_LEFT_OUT:
+        more = f"and {len(rows) - _MOST_LEFT_OUT} more lines: see refused.csv"
+        rows = [*rows[:_MOST_LEFT_OUT], ("", "", "", "", more)]
+    return PageTable(("method", "seed", "client", "rounds", "reason"), rows, text_columns=5) if rows else None
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as `1, 2, 4 to 6`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)
 
 
 def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:

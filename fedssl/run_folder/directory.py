@@ -1,7 +1,7 @@
 """Read and write a run's folder: the resolved recipe, metrics, and a checkpoint that is complete at any moment.
 
     recipe.yaml                     every option with its value
-    partition.csv                   images per client and class
+    partition.csv                   images per client and class; with sites of their own images, those that each stated
     image_shape.json                channels, height and width of the images, so that an export needs no data
     data_digests.json               SHA-256 of each client's images and of the test images: a run goes on with the same
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
@@ -126,6 +126,13 @@ class RunDirectory:
         if reasons:
             rows = [(round_number, k, reason) for k, reason in reasons.items()]
             self._append("refused.csv", ("round", "client", "reason"), rows)
+
+    def read_refused(self) -> list[tuple[int, int, str]]:
+        """Return the committed lines of refused.csv: round, client and reason."""
+        self._refuse_change("refused.csv")
+        lengths = self.checkpoint.lengths
+        rows = read_csv(self.path / "refused.csv", lengths.get("refused.csv", 0 if lengths else None))
+        return [(int(row["round"]), int(row["client"]), row["reason"]) for row in rows]
 
     def _append(self, name: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         path = self.path / name

@@ -36,6 +36,7 @@ class Run:
             before the last round.
         history: the options that were changed when the run went on, one mapping each: `option`, `before`, `after`, the
             `round` that was the last one then, `when`, and the `version` of fedssl; see `fedssl.resume`.
+        refused: round, client and reason of each answer that was left out or is missing.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Run:
     class_counts: Sequence[Sequence[int]]
     spectra: Mapping[str, Sequence[float]]
     history: Sequence[Mapping[str, str]] = ()
+    refused: Sequence[tuple[int, int, str]] = ()
 
     @property
     def name(self) -> str:
@@ -127,12 +129,13 @@ def read_run(path: str | Path) -> Run:
         for row in read_csv(path / "spectrum.csv"):
             spectra.setdefault(row["client"], []).append(_singular_value(row["value"]))
         history = read_csv(path / HISTORY)
+        refused = directory.read_refused()
     except UserError:
         raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         problem = printable(" ".join(str(error).split()))
         raise UserError(f"{path} cannot be read as a run's folder: {problem}") from error
-    return Run(path, recipe, values, class_names, class_counts, spectra, history)
+    return Run(path, recipe, values, class_names, class_counts, spectra, history, refused)
 
 
 def _check_recipe(recipe: Any) -> None:

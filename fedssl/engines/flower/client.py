@@ -1,4 +1,7 @@
-"""The ClientApp, which trains and evaluates one client at its site; server.py describes the messages."""
+"""The ClientApp, which trains and evaluates one client at its site; server.py describes the messages.
+
+A site says in its log what it received, trained and sent, and why it takes no part.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 
 from fedkernels import __version__
 
@@ -22,20 +26,38 @@ from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...recipe.reading import load_recipe
+from ...untrusted import printable
 from ..rounds import evaluate_after
+from .messenger import MOST_REASONS, config_of, one_line
 from .privacy import private_answer
 from .registration import DataForm
 from .site import SiteStates, add_evaluation, load_site, site_federation
 from .wire import from_records, to_records
 
+_MOST_NAMED = 20  # numbers of an answer
+#: what tensors are, by the first part of their names
+_KINDS = {
+    "online": "weights",
+    "representation": "representations of the public images",
+    "evaluation": "singular values of its evaluation",
+}
+
 
 @dataclass(frozen=True)
 class Site:
-    """A client at its site: the federation as the site sees it, the site's number, and its states by the run's name."""
+    """A client at its site.
+
+    Attributes:
+        federation: as the site sees it.
+        client: the site's number.
+        states: the client's states by the run's name.
+        log: takes a line for the site's log.
+    """
 
     federation: Federation
     client: int
     states: Callable[[str], SiteStates]
+    log: Callable[[str], None]
 
 
 def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
@@ -44,7 +66,7 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
     In a simulation `recipe_file` is that of the run's folder, which also keeps the clients' states.
     """
     app = ClientApp()
-    make_site = _simulated_site if simulated else _site_from_file
+    make_site, log = (_simulated_site, _say_nothing) if simulated else (_site_from_file, _print_line)
 
     def answer(work: Callable[..., RecordDict], message: FlowerMessage, context: Context) -> FlowerMessage:
         task: Any = message.content["task"]
@@ -59,8 +81,12 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
                     content = private_answer(load_recipe(recipe_file).flower, message, context, do_work)
                 else:
                     content = do_work()
+            if work is not _register:
+                log(f"sends {_contents(content)}")
         except UserError as error:
-            content = RecordDict({"failure": ConfigRecord({"reason": str(error)})})
+            log(f"takes no part in {_occasion(task)}: {error}")
+            failure: dict[str, Any] = {"reason": str(error)} | _client_of(context.node_config)
+            content = RecordDict({"failure": ConfigRecord(failure)})
         return FlowerMessage(content, reply_to=message)
 
     app.query()(functools.partial(answer, _register))
@@ -73,7 +99,7 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
 def _simulated_site(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
     client = int(dict(node_config)["partition-id"])
     states = SiteStates(Path(recipe_file).parent / "checkpoints", client, prune=False)
-    return Site(build_federation(load_recipe(recipe_file)), client, lambda run: states)
+    return Site(build_federation(load_recipe(recipe_file)), client, lambda run: states, _say_nothing)
 
 
 def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
@@ -85,23 +111,44 @@ def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) 
         )
     options = load_site(str(path))
     federation = site_federation(load_recipe(recipe_file), options)
-    return Site(federation, options.client, functools.partial(SiteStates.of_run, options))
+    return Site(federation, options.client, functools.partial(SiteStates.of_run, options), _print_line)
+
+
+def _client_of(node_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the client's number for an answer that gives none; empty where the site's file cannot be read."""
+    try:
+        return {"client": load_site(str(node_config["site"])).client}
+    except (KeyError, UserError):
+        return {}
 
 
 def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     if task["version"] != __version__:
         problem = f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}"
         raise UserError(f"{problem}: install the same version everywhere")
+    form = DataForm.of(site.federation, site.client)
+    if fault := form.misfit(DataForm.model_validate(config_of(content, "expected"))):
+        raise UserError(fault)
+    shape = " x ".join(map(str, form.shape))
+    count = len(site.federation.client_rows[site.client])
+    told = "this size and number" if form.images else "this size"
+    site.log(f"joins run {task['run']} as client {site.client}: its {count:,} images of {shape} fit; sends {told}")
     answer = ConfigRecord({"client": site.client, "round": 0})
-    return RecordDict({"answer": answer, "data": ConfigRecord(DataForm.of(site.federation, site.client).model_dump())})
+    return RecordDict({"answer": answer, "data": ConfigRecord(form.model_dump())})
 
 
 def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     number, start = _round_of(site, task)
     states, received = site.states(task["run"]), from_records(content)
+    for reason in task["left_out"][:MOST_REASONS]:
+        site.log(f"was left out of {one_line(reason)}")
+    site.log(f"begins {_occasion(task)} of {site.federation.recipe.rounds}; received {_megabytes(received.num_bytes)}")
     states.require_same_data(site.federation, start)
     client = site.federation.client(site.client, states.load(start))
     reply = site.federation.method.client_round(client, received, number)
+    if "loss" in reply.metrics:
+        count = len(site.federation.client_rows[site.client])
+        site.log(f"trained {_occasion(task)} on {count:,} images: loss {reply.metrics['loss']:.4g}")
     state = site.federation.client_state(client, number)
     states.store(number, state, task.get("kept", []))
     return _to_answer(reply, site, number, state if task["evaluate"] else None)
@@ -127,6 +174,40 @@ def _to_answer(reply: Message, site: Site, number: int, evaluated: Message | Non
         model = site.federation.client(site.client, evaluated).model
         add_evaluation(reply, *evaluate_after(site.federation, model, number))
     return RecordDict({**to_records(reply), "answer": ConfigRecord({"client": site.client, "round": number})})
+
+
+def _print_line(text: str) -> None:
+    print(f"fedssl: this site {printable(text)}", flush=True)  # a server's text is from outside
+
+
+def _say_nothing(text: str) -> None:
+    """Of many simulated clients in one terminal, none says what it does."""
+
+
+def _occasion(task: Mapping[str, Any]) -> str:
+    return f"round {task['round']}" if "round" in task else f"run {task['run']}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+def _contents(content: RecordDict) -> str:
+    """Return what an answer holds, in plain words and with its bytes, as it leaves the site."""
+    names = config_of(content, "layout").get("names", [])
+    kinds = dict.fromkeys(_KINDS.get(kind := name.partition(".")[0], kind.replace("_", " ")) for name in names)
+    parts = [*kinds]
+    if RECORD_KEY_CONFIGS in content:
+        parts.append("keys, or weights that are masked by them, of the secure aggregation")
+    values = [name for record in content.metric_records.values() for name in record]
+    if values:
+        more = f" and {len(values) - _MOST_NAMED} more" if len(values) > _MOST_NAMED else ""
+        parts.append(f"the numbers {', '.join(values[:_MOST_NAMED])}{more}")
+    pieces = [array.data for record in content.array_records.values() for array in record.values()]
+    for value in content.config_records.get(RECORD_KEY_CONFIGS, {}).values():
+        pieces += [piece for piece in (value if isinstance(value, list) else [value]) if isinstance(piece, bytes)]
+    count = sum(map(len, pieces)) + 8 * len(values)
+    return f"{_megabytes(count)}: {'; '.join(parts) or 'no result'}"
 
 
 @contextmanager

@@ -36,6 +36,8 @@ _PYTHON_ERRORS = (ValueError, TypeError, LookupError, AttributeError, Arithmetic
 _UNREADABLE = (DecodeError, objects.UnexpectedObjectContentError, *_PYTHON_ERRORS)
 #: bytes of a registration or of an answer that holds an evaluation alone
 LARGEST_WITHOUT_WEIGHTS = 2**22
+#: reasons for which a site was left out that a message brings it, the latest ones
+MOST_REASONS = 10
 #: bytes of an answer's records without the pieces of arrays; as Python's numbers they take thirty times as much
 _LARGEST_RECORDS = 2**22
 
@@ -155,11 +157,12 @@ class ArrivingAnswer:
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """One node's answer: its records, or one line that says why there are none."""
+    """One node's answer: its records, or one line that says why there are none, perhaps with its client's number."""
 
     node: int
     content: RecordDict | None = None
     failure: str | None = None
+    client: Any = None
 
 
 class Messenger:
@@ -215,7 +218,8 @@ class Messenger:
                 reason = _SUPERLINK_REASONS.get(code, f"its app failed: {reason}")
             return NodeAnswer(node, failure=reason)
         if "failure" in reply.content:
-            return NodeAnswer(node, failure=one_line(str(config_of(reply.content, "failure").get("reason"))))
+            failure = config_of(reply.content, "failure")
+            return NodeAnswer(node, failure=one_line(str(failure.get("reason"))), client=failure.get("client"))
         return NodeAnswer(node, reply.content)
 
 

@@ -54,6 +54,23 @@ class DataForm(BaseModel):
             public="" if public is None else digest.hexdigest()[:32],
         )
 
+    def misfit(self, expected: DataForm) -> str | None:
+        """Return why images of this form do not fit the server's, to follow the site's name; None where they do."""
+        if self.shape != expected.shape:
+            own, wanted = (" x ".join(map(str, shape)) for shape in (self.shape, expected.shape))
+            keys = {"channels": (0, 1), "image_size": (1, 3)}
+            keys = {key: at for key, at in keys.items() if self.shape[slice(*at)] != expected.shape[slice(*at)]}
+            advice = " and ".join(f"{key}: {expected.shape[first]}" for key, (first, _) in keys.items())
+            return (
+                f"its images are {own} (channels x height x width), but the server's are {wanted}: set {advice} under "
+                "data in the site's file"
+            )
+        if self.public != expected.public:
+            return "its public images differ from the server's: give all sites the same file as data.public_path"
+        if expected.classes and (difference := self.class_difference(expected)):
+            return f"its classes differ from those that the objective trains on: it {difference}; rename its classes"
+        return None
+
     def class_difference(self, other: DataForm) -> str | None:
         """Return how the classes differ from another form's, to follow "it"; None where they do not."""
         if self.classes == other.classes:
@@ -69,39 +86,53 @@ class DataForm(BaseModel):
 
 
 class ConnectedClients:
-    """The clients whose nodes are connected; `run` is the run's name at the sites."""
+    """The clients whose nodes are connected.
+
+    Attributes:
+        messenger: reaches the nodes.
+        run: the run's name at the sites.
+        nodes: the connected clients' nodes.
+        images: the number of training images of each client that has stated it.
+    """
 
     def __init__(self, messenger: Messenger, federation: Federation, progress: Observer, run: str):
-        self.nodes: dict[int, int] = {}  # by connected client
-        self.images: dict[int, int] = {}  # the number of training images by client that has registered it
-        self._messenger, self._federation, self._progress, self._run = messenger, federation, progress, run
+        self.messenger, self.run = messenger, run
+        self.nodes: dict[int, int] = {}
+        self.images: dict[int, int] = {}
+        self._federation, self._progress = federation, progress
         self._options = federation.recipe.flower
         self._waiting: dict[str, int] = {}  # nodes that have not answered yet, by the message that asks them
         self._ask_at: dict[int, float] = {}  # when to ask a node; again only where its answer was refused
-        self._server_form = DataForm.of(federation)
+        self._expected = DataForm.of(federation)
+        if not federation.recipe.objective.needs_labels:  # each site may have classes of its own
+            self._expected = self._expected.model_copy(update={"classes": []})
         self._forms: dict[int, DataForm] = {}  # of clients whose classes were compared
-        self._misfits: dict[int, str] | None = {}  # clients whose data do not fit; None once the run has begun
+        self._left_out: dict[int, tuple[int | None, str]] = {}  # the client, if known, and the reason, by node
 
     def require_enough(self) -> None:
-        """Wait for all clients before a run begins; raise UserError if too few connect in time or data do not fit."""
+        """Wait for all clients before a run begins; raise UserError if too few connect in time whose data fit."""
         clients = len(self._federation.client_rows)
         self._wait(set(range(clients)), self._options.connect_seconds)
         missing = sorted(set(range(clients)) - self.nodes.keys())
         least = self._federation.recipe.guard.minimum_answers
         if len(self.nodes) < least:
-            raise UserError(
+            reasons = [f"node {node} is left out: {reason}" for node, (_, reason) in sorted(self._left_out.items())]
+            problem = (
                 f"{len(self.nodes)} of {clients} clients are connected after {self._options.connect_seconds:g} s "
                 f"(flower.connect_seconds), but guard.minimum_answers is {least}; not connected: "
-                f"{', '.join(map(str, missing))}; start these clients' SuperNodes and run again"
+                f"{', '.join(map(str, missing))}"
             )
-        if self._misfits:
-            reasons = [f"client {k}: {reason}" for k, reason in sorted(self._misfits.items())]
-            raise UserError(
-                f"the sites' data do not fit together: {'; '.join(reasons)}; change these sites' data or the recipe's"
-            )
-        self._misfits = None
+            raise UserError("; ".join([problem, *reasons, "start or mend these clients' SuperNodes and run again"]))
         for k in missing:
-            self._progress.warn(f"client {k} is not connected: the run begins without it")
+            what = "left out" if self._reason(k) else "not connected"
+            self._progress.warn(f"client {k} is {what}: the run begins without it")
+
+    def absence(self, client: int) -> str:
+        """Return why a client takes no part in a round."""
+        return self._reason(client) or "it is not connected"
+
+    def _reason(self, client: int) -> str | None:
+        return next((reason for other, reason in self._left_out.values() if other == client), None)
 
     def wait_for(self, clients: set[int]) -> None:
         """Wait for the clients of a round, but only until guard.minimum_answers of them are connected."""
@@ -113,7 +144,7 @@ class ConnectedClients:
         while True:
             if self._ask_new_nodes():
                 deadline = max(deadline, time.monotonic() + _REGISTRATION_SECONDS)
-            for answer in self._messenger.collect(self._waiting, 0.0, LARGEST_WITHOUT_WEIGHTS):
+            for answer in self.messenger.collect(self._waiting, 0.0, LARGEST_WITHOUT_WEIGHTS):
                 self._register(answer)
             if clients <= self.nodes.keys() or time.monotonic() >= deadline:
                 return
@@ -121,27 +152,31 @@ class ConnectedClients:
 
     def _ask_new_nodes(self) -> bool:
         """Ask nodes which client they are; return whether any is asked for the first time."""
-        connected = set(self._messenger.grid.get_node_ids())  # those that the SuperLink has heard of lately
+        connected = set(self.messenger.grid.get_node_ids())  # those that the SuperLink has heard of lately
         self.nodes = {k: node for k, node in self.nodes.items() if node in connected}
         self._ask_at = {node: at for node, at in self._ask_at.items() if node in connected}
+        self._left_out = {node: reason for node, reason in self._left_out.items() if node in connected}
         due = [node for node in connected if time.monotonic() >= self._ask_at.get(node, 0.0)]
         if not due:
             return False
-        question = ConfigRecord({"run": self._run, "version": __version__})
+        question = ConfigRecord({"run": self.run, "version": __version__})
         seconds = self._options.connect_seconds + self._options.round_seconds  # the next look may be a round later
-        contents = {node: RecordDict({"task": question}) for node in due}
-        self._waiting |= self._messenger.send("query", contents, 0, seconds)
+        expected = ConfigRecord(self._expected.model_dump())
+        contents = {node: RecordDict({"task": question, "expected": expected}) for node in due}
+        self._waiting |= self.messenger.send("query", contents, 0, seconds)
         first_time = any(node not in self._ask_at for node in due)
         self._ask_at |= dict.fromkeys(due, float("inf"))
         return first_time
 
     def _register(self, answer: NodeAnswer) -> None:
         """Register a node's client as connected, or warn why it is left out."""
-        failure = answer.failure
+        failure, k = answer.failure, answer.client
         if answer.content is not None:
             k = config_of(answer.content, "answer").get("client")
-            clients = len(self._federation.client_rows)
-            if type(k) is not int or not 0 <= k < clients:
+        clients = len(self._federation.client_rows)
+        is_client = type(k) is int and 0 <= k < clients
+        if answer.content is not None:
+            if not is_client:
                 failure = f"its client number is invalid: expected 0 to {clients - 1}, got {str(k)[:100]}"
             elif self.nodes.get(k, answer.node) != answer.node:
                 failure = (
@@ -150,39 +185,27 @@ class ConnectedClients:
                 )
             elif (failure := self._data_fault(k, answer.content)) is None:
                 self.nodes[k] = answer.node
+                self._left_out.pop(answer.node, None)
                 return
         self._ask_at[answer.node] = time.monotonic() + _ASK_AGAIN_SECONDS
-        self._progress.warn(f"node {answer.node} is left out: {failure}")
+        reason = (k if is_client and k not in self.nodes else None, str(failure))
+        if self._left_out.get(answer.node) != reason:  # it is asked again and again
+            self._left_out[answer.node] = reason
+            self._progress.warn(f"node {answer.node} is left out: {failure}")
 
     def _data_fault(self, client: int, content: RecordDict) -> str | None:
-        """Return why a client's images leave it out, if they do; a misfit before the run is noted and stops it."""
+        """Return why a client's images leave it out, if they do; an honest site has found that itself."""
         try:
             form = DataForm.model_validate(config_of(content, "data"))
         except ValidationError:
             return "it does not describe its images: expected valid shape, classes, public and images"
-        if form.shape == self._server_form.shape and form.public != self._server_form.public:
-            return "its public images differ from the server's: give all sites the same file as data.public_path"
-        fault = self._difference(client, form)
-        self.images.pop(client, None)
-        if fault is None and form.images:
-            self.images[client] = form.images
-        if self._misfits is None:
+        if fault := form.misfit(self._expected):
             return fault
-        self._misfits.pop(client, None)  # of an earlier attempt
-        if fault:
-            self._misfits[client] = fault
-        return None
-
-    def _difference(self, client: int, form: DataForm) -> str | None:
-        """Return how a client's images or classes do not fit the server's; None where they do."""
-        server = self._server_form
-        if form.shape != server.shape:
-            own, expected = (" x ".join(map(str, shape)) for shape in (form.shape, server.shape))
-            return f"its images are {own} (channels x height x width), but the server's are {expected}"
-        if self._federation.recipe.objective.needs_labels:
-            difference = form.class_difference(server)
-            return difference and f"its classes differ from those that the objective trains on: it {difference}"
-        if len(form.classes) > 1 and client not in self._forms:  # with one class there are no labels to compare
+        self.images.pop(client, None)
+        if form.images:
+            self.images[client] = form.images
+        compared = not self._expected.classes and len(form.classes) > 1  # with one class there are no labels
+        if compared and client not in self._forms:
             first = min(self._forms, default=client)
             self._forms[client] = form
             if difference := form.class_difference(self._forms[first]):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -36,10 +37,12 @@ from ...recipe.reading import load_recipe, load_stored_recipe
 from ...recipe.recipe import Recipe
 from ...run_folder.creation import alone_in, default_folder
 from ...run_folder.directory import SITES_RUN, RunDirectory
+from ...run_folder.storage import csv_text
+from ...untrusted import quoted
 from ..observers import Observer
 from ..progress import ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
-from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, config_of, one_line
+from .messenger import LARGEST_WITHOUT_WEIGHTS, MOST_REASONS, Messenger, config_of, one_line
 from .privacy import private_federation
 from .privacy_accountant import PrivacyAccountant
 from .registration import ConnectedClients
@@ -57,26 +60,24 @@ class FlowerClients:
     """Clients behind Flower's grid (see `fedssl.engines.rounds.Clients`)."""
 
     def __init__(
-        self, grid: Grid, federation: Federation, directory: RunDirectory, progress: Observer, run: str, stop: Event
+        self, connected: ConnectedClients, federation: Federation, directory: RunDirectory, progress: Observer
     ):
-        """Make the clients of the run that sites call `run`; when `stop` is set, waiting ends with `Stopped`."""
-        self._federation, self._directory, self._progress, self._run = federation, directory, progress, run
-        self._messenger = Messenger(grid, stop)
-        self._connected = ConnectedClients(self._messenger, federation, progress, run)
+        self._connected, self._messenger = connected, connected.messenger
+        self._federation, self._directory, self._progress = federation, directory, progress
         self._options = federation.recipe.flower
         self._accountant = PrivacyAccountant.of_run(directory, self._options)
         self._evaluations: dict[int, SiteEvaluation] = {}  # in the round's answers
-
-    def connect(self) -> None:
-        """Wait for all clients before the rounds; see `ConnectedClients.require_enough`."""
-        self._connected.require_enough()
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         self._connected.wait_for(set(sent))
         evaluate = self._federation.method.personal and evaluation_due(self._federation.recipe, number)
         contents = to_shared_records({k: message for k, message in sent.items() if k in self._connected.nodes})
+        left_out = self._directory.read_refused()
         for k, content in contents.items():
-            content["task"] = self._task(k, number, evaluate=evaluate)
+            content["task"] = task = self._task(k, number, evaluate=evaluate)
+            start: Any = task["start"]  # the last round of it that counted
+            reasons = [f"round {n}: {why}" for n, who, why in left_out if who == k and n > start]
+            task["left_out"] = reasons[-MOST_REASONS:]
         if self._accountant is not None:
             self._accountant.begin(number, contents)
         if self._options.secure_aggregation is None:
@@ -89,7 +90,7 @@ class FlowerClients:
             self._accountant.keep_only(number, replies)
         for k in replies:
             self._directory.adopt_client(k, number)
-        missing |= {k: "it is not connected" for k in sent if k not in contents}
+        missing |= {k: self._connected.absence(k) for k in sent if k not in contents}
         return replies, dict(sorted(missing.items()))
 
     def _read_answer(self, records: RecordDict) -> tuple[Message, SiteEvaluation]:
@@ -147,7 +148,7 @@ class FlowerClients:
         received, missing = self._exchange("evaluate", contents, number, read, LARGEST_WITHOUT_WEIGHTS)
         evaluations |= received
         for k in everyone:
-            fault = evaluation_fault(evaluations[k]) if k in evaluations else missing.get(k, "it is not connected")
+            fault = evaluation_fault(evaluations[k]) if k in evaluations else missing.get(k, self._connected.absence(k))
             if fault:
                 self._progress.warn(f"round {number}: client {k} is not evaluated: {fault}")
                 continue
@@ -157,7 +158,7 @@ class FlowerClients:
 
     def _task(self, client: int, number: int, evaluate: bool) -> ConfigRecord:
         start = self._directory.client_round(client)
-        task: dict[str, Any] = {"run": self._run, "client": client, "round": number}
+        task: dict[str, Any] = {"run": self._connected.run, "client": client, "round": number}
         task |= {"start": -1 if start is None else start, "evaluate": evaluate, "seconds": self._options.round_seconds}
         if kept := self._directory.client_rounds_kept(client):
             task["kept"] = kept
@@ -222,11 +223,15 @@ def make_server_app(recipe_file: Path) -> ServerApp:
         recipe = load_recipe(recipe_file)
         path = Path(str(context.run_config.get("output") or default_folder(recipe.name, recipe.seed)))
         federation = private_federation(build_federation(recipe))
-        if path.exists():
-            RunDirectory.open(path)  # raises where it is not a run's folder
-        else:
-            RunDirectory.create(path, first_files(federation) | {SITES_RUN: secrets.token_hex(8)})
-        with alone_in(path), ProgressBars(Console(width=160)) as progress:
+        with ExitStack() as stack:
+            progress = stack.enter_context(ProgressBars(Console(width=160)))
+            connected = None
+            if path.exists():
+                RunDirectory.open(path)  # raises where it is not a run's folder
+            else:  # a run that no site takes part in leaves no folder
+                connected = _connect(grid, federation, progress, secrets.token_hex(8))
+                RunDirectory.create(path, first_files(federation) | _files_of_sites(federation, connected))
+            stack.enter_context(alone_in(path))
             directory = RunDirectory.open(path)
             directory.finish_replacing()
             directory.require_unchanged(but=["recipe.yaml"])  # it is compared with the app's instead
@@ -238,11 +243,31 @@ def make_server_app(recipe_file: Path) -> ServerApp:
             directory.replace_files({"recipe.yaml": recipe.to_yaml()})
             directory.roll_back()
             run = (path / SITES_RUN).read_text(encoding="utf-8").strip()
-            clients = FlowerClients(grid, federation, directory, progress, run, Event())
-            clients.connect()
-            run_rounds(federation, directory, progress, clients)
+            connected = connected or _connect(grid, federation, progress, run)
+            run_rounds(federation, directory, progress, FlowerClients(connected, federation, directory, progress))
+            progress.inform(f"Next: fedssl report {quoted(path)}")
 
     return app
+
+
+def _connect(grid: Grid, federation: Federation, progress: Observer, run: str) -> ConnectedClients:
+    """Wait for the sites before a run's rounds, and tell who is there."""
+    clients, seconds = len(federation.client_rows), federation.recipe.flower.connect_seconds
+    progress.inform(f"waits up to {seconds:g} s for {clients} sites to connect and to approve the app")
+    connected = ConnectedClients(Messenger(grid, Event()), federation, progress, run)
+    connected.require_enough()
+    counts = {k: connected.images.get(k, "an unknown number of") for k in sorted(connected.nodes)}
+    progress.inform(f"connected: {', '.join(f'client {k} with {count} images' for k, count in counts.items())}")
+    return connected
+
+
+def _files_of_sites(federation: Federation, connected: ConnectedClients) -> dict[str, str]:
+    """Return the files of a new run that depend on its sites: its name there, and how many images each states."""
+    files = {SITES_RUN: connected.run}
+    if federation.recipe.partition.name == "sites" and connected.images:
+        counts = [(k, connected.images.get(k, 0)) for k in range(len(federation.client_rows))]
+        files["partition.csv"] = csv_text([("client", "images"), *counts])
+    return files
 
 
 def _require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:

@@ -24,8 +24,9 @@ from ..continuing import continue_run
 from ..observers import Observer
 from ..rounds import first_files, run_rounds
 from .client import make_client_app
-from .messenger import Stopped
+from .messenger import Messenger, Stopped
 from .privacy import private_federation
+from .registration import ConnectedClients
 from .server import FlowerClients
 
 
@@ -73,8 +74,9 @@ def _simulate(federation: Federation, directory: RunDirectory, observer: Observe
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         try:
-            clients = FlowerClients(grid, federation, directory, observer, "simulation", stop)
-            clients.connect()
+            connected = ConnectedClients(Messenger(grid, stop), federation, observer, "simulation")
+            connected.require_enough()
+            clients = FlowerClients(connected, federation, directory, observer)
             run_rounds(federation, directory, observer, clients)
             outcome.append(None)
         except BaseException as error:

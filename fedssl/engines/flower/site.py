@@ -11,8 +11,10 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, ValidationError
 from torch import Tensor
 
+from ...data.datasets import load_dataset
 from ...data.digests import DATA_DIGESTS, data_digests, differences, digests_text, read_digests
-from ...data.options import DataOptions
+from ...data.options import SOURCES, DataOptions
+from ...data.summary import summarise
 from ...errors import UserError
 from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
@@ -24,6 +26,7 @@ from ...run_folder.directory import client_file
 from ...run_folder.storage import read_message, write_atomically, write_message
 from ...untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
 
+_CHECKED_SIZE = 32  # pixels a side
 _MEASURE = "evaluation/"  # before the name of a measure in an answer
 _SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
 _LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
@@ -66,6 +69,16 @@ def load_site(path: str | Path) -> SiteOptions:
         raise UserError(f"{path}: {'; '.join(explain_errors(error, SiteOptions))}") from error
 
 
+def count_own_images(site: SiteOptions) -> int | None:
+    """Read a site's own images, at whatever size, and return the number of training images; None without any."""
+    if site.data is None:
+        return None
+    data = site.data
+    if SOURCES[data.name].image_files and data.image_size is None:
+        data = data.model_copy(update={"image_size": _CHECKED_SIZE})  # a run's follows from its recipe
+    return len(load_dataset(data, 0).train_images)
+
+
 def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
     """Return the federation as a site sees it: its own client is whole, of the others it has no images."""
     clients = recipe.partition.clients
@@ -80,9 +93,7 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
     architectures = [recipe.architecture_of(k) for k in range(clients)]
     if site.architecture is not None:
         architectures[site.client] = site.architecture
-    data, shape = site.data, recipe.data.image_shape
-    if data is not None and data.image_size is None and shape is not None and shape[1] == shape[2]:
-        data = data.model_copy(update={"image_size": shape[1]})  # the size that a recipe without data gives
+    data = None if site.data is None else _in_form(site.data, recipe.data.image_shape)
     changed: dict[str, Any] = {"architectures": architectures, "data": data or recipe.data}
     changed["device"] = site.device or recipe.device
     if not recipe.local_update.personal:
@@ -90,6 +101,21 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
         changed["model"] = ModelOptions()
         changed["evaluation"] = recipe.evaluation.model_copy(update={"downstream": None})
     return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
+
+
+def _in_form(data: DataOptions, shape: tuple[int, int, int] | None) -> DataOptions:
+    """Return a site's data with the size and the colours of a recipe without data, where its file says nothing else."""
+    if shape is None:
+        return data
+    changed: dict[str, int] = {}
+    if data.image_size is None and shape[1] == shape[2]:
+        changed["image_size"] = shape[1]
+    if data.channels is None and (SOURCES[data.name].image_files or data.name == "npz"):
+        # only where it makes a difference: of a TIFF, `channels` also says what its pages are
+        summary = summarise(data.model_dump())
+        if summary is not None and {summary.channels, shape[0]} == {1, 3}:
+            changed["channels"] = shape[0]
+    return data.model_copy(update=changed)
 
 
 class SiteStates:

@@ -12,6 +12,7 @@ from fedssl.data.image_files import image_kind, read_pixels, stored_values
 from fedssl.data.image_kinds import BrokenImageError
 from fedssl.data.options import DataOptions
 from fedssl.data.pixels import parse_window
+from fedssl.data.summary import summarise
 from fedssl.errors import UserError
 from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder, read_encoder
@@ -114,10 +115,13 @@ def five(tmp_path, x: np.ndarray, **options: object) -> dict[str, object]:
         *((shape, {}, 5) for shape in ((3, 8, 8, 5), (3, 5, 8, 8), (3, 6, 8, 5), (3, 5, 8, 6), (3, 33, 40, 5))),
         *((shape, {}, 32) for shape in ((3, 8, 8, 32), (3, 32, 8, 8))),
         *((shape, {"channels": 6}, 6) for shape in ((3, 6, 6, 6), (3, 4, 8, 6))),
+        *((shape, {"channels": 3}, 3) for shape in ((3, 8, 8), (3, 8, 8, 1), (3, 1, 8, 8))),
+        *((shape, {"channels": 1}, 1) for shape in ((3, 8, 8), (3, 8, 8, 3), (3, 3, 8, 8))),
         ((3, 6, 6, 6), {}, r"may be \[n, H, W, C\] or \[n, C, H, W\]; set data\.channels=6"),
         ((3, 33, 40, 40), {}, r"shape \[3, 33, 40, 40\]; expected .* with 1 to 32 channels"),
         ((3, 40, 40, 0), {}, r"is empty \(shape \[3, 40, 40, 0\]\)"),
         ((3, 8, 8, 5), {"channels": 4}, r"with data\.channels=4"),
+        ((3, 8, 8, 5), {"channels": 3}, r"with data\.channels=3"),
     ],
 )
 def test_where_an_array_has_its_channels(tmp_path, shape, options, found):
@@ -129,6 +133,18 @@ def test_where_an_array_has_its_channels(tmp_path, shape, options, found):
         assert images.shape[1] == found
         np.save(tmp_path / "a.npy", random_pixels(*shape))
         assert torch.equal(load_npz(tmp_path / "a.npy", **options).train_images, images)
+
+
+def test_colours_become_grey_as_pillow_makes_them_and_the_reverse_in_arrays_as_in_files(tmp_path):
+    colours, grey = random_pixels(9, 8, 8, 3), random_pixels(9, 8, 8)
+    images = load_npz(save(tmp_path / "data.npz", x_train=colours), channels=1).train_images
+    assert np.array_equal(images[:, 0], [Image.fromarray(one).convert("L") for one in colours])
+    deep = load_npz(save(tmp_path / "data.npz", x_train=colours.astype("u2") * 257), channels=1, window="full")
+    assert torch.equal(deep.train_images, images)
+    tripled = load_npz(save(tmp_path / "data.npz", x_train=grey), channels=3).train_images
+    assert all(np.array_equal(tripled[:, channel], grey) for channel in range(3))
+    summaries = [summarise({"name": "npz", "path": str(tmp_path / "data.npz"), "channels": n}) for n in (None, 1, 3)]
+    assert [summary.channels for summary in summaries] == [1, 1, 3]
 
 
 def varying(low: float, high: float) -> np.ndarray:

@@ -108,7 +108,9 @@ def test_the_same_call_again_changes_nothing_and_a_site_added_later_gets_a_folde
     assert everything(folder) == before
     provisioned(sites=["hospital-a", "hospital-b", "hospital-c"])
     after = everything(folder)
-    assert {name for name in before if after[name] != before[name]} == {"authority/sites.txt", "fingerprints.md"}
+    changed = {"authority/sites.txt", "fingerprints.md", "server/start.sh", "server/STEPS.md"}
+    assert {name for name in before if after[name] != before[name]} == changed
+    assert "partition.clients=3" in (folder / "server" / "start.sh").read_text()
     added = {name for name in after if name not in before}
     assert {name for name in added if not name.startswith("hospital-c/")} == {"server/sites/hospital-c.pub"}
     assert yaml.safe_load((folder / "hospital-c" / "site.yaml").read_text())["client"] == 2

@@ -24,6 +24,8 @@ from fedssl.deploy.certificates import Authority
 from fedssl.deploy.keys import server_key
 from fedssl.deploy.site_check import Check, check_site
 from fedssl.errors import UserError
+from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.data.image_samples import save_array
 
 
 class Server:
@@ -95,6 +97,12 @@ def by_name(site: Path) -> dict[str, Check]:
 def test_the_command_prints_a_line_for_each_check_and_what_to_do(folder, site, server, fedssl):
     server.start(folder / "server")
     code, out, _ = fedssl("doctor", "--consortium", str(site), columns=400)
+    assert code == 1
+    assert "to do  data: there is no folder images" in out
+    assert "\n       link your images (ln -s FOLDER images), or change data in site.yaml\n" in out
+    (site / "images").mkdir()
+    save_array(site / "images" / "a.png", random_pixels(9, 9))
+    code, out, _ = fedssl("doctor", "--consortium", str(site), columns=400)
     assert code == 0, out
     names = ("authority", "site's key", "server", "clock", "server's certificate", "device", "data", "disk")
     for line, name in zip(out.splitlines(), [*names, "approved apps"], strict=True):
@@ -159,7 +167,12 @@ NOWHERE = {"name": "npz", "path": "nowhere.npz"}
     [
         ({"ca.crt": "x"}, "authority", NO_PEM, "ask the coordinator for ca.crt again"),
         ({"site.key": "x"}, "site's key", NO_KEY, STEPS),
-        ({"data": NOWHERE}, "data", "nowhere.npz", "change data in site.yaml"),
+        (
+            {"data": NOWHERE},
+            "data",
+            "nowhere.npz",
+            "link your images (ln -s FOLDER images), or change data in site.yaml",
+        ),
         ({"device": "cuda:0"}, "device", "cuda:0; this machine has ", None if torch.cuda.is_available() else DRIVER),
         ({"approved_apps": None}, "approved apps", "every app that the server sends runs here", ANY_APP),
         ({"approved_apps": ["12"]}, "site.yaml", "approved_apps", "correct site.yaml"),

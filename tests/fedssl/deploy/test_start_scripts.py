@@ -1,7 +1,8 @@
-"""A consortium of two sites from an empty folder to a finished run, with the start scripts that `provision` writes.
+"""A consortium of two sites with images of their own from an empty folder to a finished run, as docs/deploy.md says.
 
-As docs/deploy.md says: the reverse proxy in front of the SuperLink; TLS and registered keys; sites that run approved
-apps alone; and a site that is revoked while the server runs. Also the reverse proxy alone, and how it is kept alive.
+The commands are the page's. The reverse proxy in front of the SuperLink; TLS and registered keys; sites that run
+approved apps alone; and a site that is revoked while the server runs. Also the reverse proxy alone, and how it is kept
+alive.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import signal
 import ssl
@@ -27,7 +29,9 @@ import httpx
 
 from fedssl.deploy.reverse_proxy import write_reverse_proxy
 from fedssl.errors import UserError
-from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.record import read_run
+from tests.fedssl.data.data_files import random_pixels
+from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.flower.deployment import (
     MARK,
     free_port,
@@ -42,10 +46,7 @@ from tests.fedssl.engines.flower.deployment import (
     with_package,
 )
 
-#: the digits of scikit-learn, as in docs/deploy.md; few of them
-APP = ("hetero_ssfl", "app", "rounds=2", "partition.clients=2", "partition.classes_per_client=5")
-APP += ("training.local_epochs=1", "data.train_limit=300", "data.test_limit=60", "data.public_holdout=30")
-APP += ("architectures=[small_convnet, small_convnet_wide]", "evaluation.linear.epochs=2")
+PAGE = Path(__file__).parents[3] / "docs" / "deploy.md"
 HAS_NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin") is not None
 
 #: the operator's interface, also written so that it may look like the sites' to one of the two servers that read it
@@ -89,11 +90,12 @@ class Members:
         self.consortium = folder / "consortium"
         self.port, self.internal_port = free_port(), free_port()
         self.processes: dict[str, subprocess.Popen] = {}
-        command = folder / "bin" / "fedssl"
-        command.parent.mkdir()
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedssl "$@"\n')
-        command.chmod(0o700)
-        variables = {"PATH": f"{command.parent}:{os.environ.get('PATH', os.defpath)}", "OMP_NUM_THREADS": "1"}
+        commands = folder / "bin"
+        commands.mkdir()
+        for name, module in (("fedssl", "fedssl"), ("flwr", "flwr.cli.app")):
+            (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+            (commands / name).chmod(0o700)
+        variables = {"PATH": f"{commands}:{os.environ.get('PATH', os.defpath)}", "OMP_NUM_THREADS": "1"}
         self.environment = with_package() | variables | {MARK: f"{folder}/", "FLWR_HOME": str(folder / "home")}
 
     def fedssl(self, *arguments: str) -> str:
@@ -101,10 +103,10 @@ class Members:
         assert code == 0, out + err + self.logs()
         return out
 
-    def start(self, member: str) -> None:
+    def start(self, member: str, command: str) -> None:
         with open(self.log(member), "ab") as log:
             self.processes[member] = subprocess.Popen(
-                ["./start.sh"],
+                shlex.split(command),
                 cwd=self.consortium / member,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -187,34 +189,53 @@ def listening_addresses(port: int) -> set[str]:
     }
 
 
+def short_way() -> list[str]:
+    """The indented lines of the section, in their order."""
+    section = PAGE.read_text(encoding="utf-8").split("\n## The short way\n")[1].split("\n## ")[0]
+    return [line.strip() for line in section.splitlines() if line.startswith("    ")]
+
+
+def next_command(printed: str) -> str:
+    [line] = [line for line in printed.splitlines() if line.startswith("Next: ")]
+    return line.rpartition(": ")[2]
+
+
 @needs_tools
 @needs_nginx
-def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
+@pytest.mark.skipif(not PAGE.exists(), reason="docs/ is not here")
+def test_the_short_way_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
+    example, provision, server, link, site, *_ = short_way()
     # the coordinator
+    assert example == "fedssl provision --example > consortium.yaml"
     text = members.fedssl("provision", "--example")
+    assert provision in text
     for example, port in (("port: 8000", members.port), ("internal_port: 8001", members.internal_port)):
         text = re.sub(rf"\b{example}\b", example.split()[0] + f" {port}", text)
     (members.folder / "consortium.yaml").write_text(text)
-    members.fedssl("provision", "consortium.yaml")
+    assert next_command(members.fedssl(*shlex.split(provision)[1:])) == server
 
     # the server
-    members.start("server")
-    members.wait_for("server", "registered the key of hospital-b")
-    printed = members.fedssl("app", *APP, "--output", str(members.folder / "run"))
-    [digest] = re.findall("[0-9a-f]{64}", printed)
+    members.start("server", server)
+    members.wait_for("server", "Next: at each site")
+    following = next_command(members.log("server").read_text())
+    digest = following.split()[-1]
+    assert following == site.replace("DIGEST", digest)
+    members.wait_for("server", "Successfully started run ")
+    [run] = re.findall(r"Successfully started run (\d+)", members.log("server").read_text())
 
-    # the sites: one approves the app, the other one has approved another app
-    members.approve("hospital-a", digest)
-    members.approve("hospital-b", "0" * 64)
+    # the sites, one with grey images: one approves the app, the other one has approved another app
+    for name, colours in (("hospital-a", [3]), ("hospital-b", [])):
+        images = members.folder / f"images of {name}"
+        images.mkdir()
+        for number, pixels in enumerate(random_pixels(60, 40, 48, *colours)):
+            save_array(images / f"{number}.png", pixels)
+        command = link.replace("FOLDER-OF-IMAGES", shlex.quote(str(images)))
+        subprocess.run(command, shell=True, cwd=members.consortium / name, check=True)
     poll(lambda: is_listening(members.port), "the reverse proxy listens")
     printed = members.fedssl("doctor", "--consortium", "consortium/hospital-a")
     assert all(line.startswith("ok ") for line in printed.splitlines()), printed
-    members.start("hospital-a")
-    members.start("hospital-b")
-
-    answer = members.flwr("run", str(members.folder / "app"), "consortium")
-    assert answer["success"], answer
-    run = str(answer["run-id"])
+    members.start("hospital-a", site.replace("DIGEST", digest))
+    members.start("hospital-b", site.replace("DIGEST", "0" * 64))
     members.wait_for("hospital-b", f"the app has the digest {digest}, and the approved digest is {'0' * 64}")
     assert members.status(run) == "running"
     assert not list(members.consortium.glob("hospital-b/state/*"))
@@ -222,7 +243,12 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     members.approve("hospital-b", digest)  # while it runs
     poll(lambda: members.status(run).startswith("finished"), "the run ends", pause=0.5)
     assert members.status(run) == "finished:completed", members.logs()
-    assert RunDirectory.open(members.folder / "run").checkpoint.round == 2
+    finished = read_run(members.consortium / "server" / "runs" / "fedbyol-seed0")
+    assert (finished.last_round, finished.class_counts, finished.refused) == (2, [[60], [60]], [])
+    members.wait_for("server", "Next: fedssl report runs/fedbyol-seed0")
+    for name in ("hospital-a", "hospital-b"):
+        for told in ("its 60 images of 3 x 64 x 64 fit", "trained round 2 on 60 images: loss ", "MB: weights; the num"):
+            assert told in members.log(name).read_text(), told
 
     # the coordinator revokes a site
     assert "unregistered" not in members.fedssl("provision", "register", "consortium/server")

@@ -47,6 +47,7 @@ def write_run(
     spectrum: dict[str, list[float]] | None = None,
     counts: list[list[int]] | None = None,
     class_names: tuple[str, ...] = ("cat", "dog"),
+    refused: Iterable[tuple[int, int, str]] = (),
 ) -> RunDirectory:
     """Write a run's folder; it counts as finished where the rows reach the recipe's last round."""
     rows = list(rows)
@@ -63,11 +64,13 @@ def write_run(
     last = max((row[0] for row in rows), default=-1)
     if rows:
         directory.append_metrics(rows)
-        length = (path / "metrics.csv").stat().st_size
+        for number, k, reason in refused:
+            directory.append_refused(number, {k: reason})
+        lengths = {file.name: file.stat().st_size for file in path.glob("[mr]e*.csv")}
         manifest: dict[str, Any] = {
             "round": last,
             "files": {},
-            "lengths": {"metrics.csv": length},
+            "lengths": lengths,
             "finished": last == recipe.rounds,
         }
         (path / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))

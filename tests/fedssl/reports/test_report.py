@@ -92,6 +92,28 @@ def test_the_page_stands_alone(tiny, tmp_path):
     assert write_report([tmp_path / "a"]).read_bytes() == first
 
 
+@pytest.mark.parametrize(
+    ("partition", "counts", "drawn"),
+    [("sites", [[60], [0]], True), ("sites", [[0], [0]], False), ("iid", [[0], [0]], True)],
+)
+def test_the_page_of_sites_tells_who_holds_what_and_who_was_left_out_when_and_why(
+    partition, counts, drawn, tiny, tmp_path
+):
+    recipe = tiny(partition={"name": partition, "clients": 2}, rounds=9)
+    reasons = [(n, 1, "no answer within 5 s") for n in (1, 2, 4, 7, 8, 9)] + [(3, 1, HOSTILE), (3, 0, "a\x1b[2J")]
+    rows = rows_of([1.0, 2.0], [4.0, 5.0], rounds=9)
+    write_run(tmp_path / "a", recipe, rows, counts=counts, class_names=("images",), refused=reasons)
+    page = Page(write_report([tmp_path / "a"]))
+    assert page.table("method", "seed", "client", "rounds", "reason") == [
+        ["tiny", "0", "0", "3", "a\\x1b[2J"],
+        ["tiny", "0", "1", "1, 2, 4, 7 to 9", "no answer within 5 s"],
+        ["tiny", "0", "1", "3", HOSTILE],
+    ]
+    charts = [caption for caption in page.captions if caption.startswith("tiny (seed 0)")]
+    assert len(charts) == drawn
+    assert all(("as the sites stated" in caption) == (partition == "sites") for caption in charts)
+
+
 def test_curves_are_drawn_of_what_was_logged_in_several_rounds(tiny, tmp_path):
     rows = rows_of([1.0], [4.0]) + evaluated(1, "knn", [2.0])
     rows += [(n, "mean", name, value) for n in (1, 2) for name, value in (("cka", 0.5), ("transported_mass", 0.1))]

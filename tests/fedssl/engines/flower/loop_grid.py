@@ -17,7 +17,9 @@ from flwr.app.error import Error
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
 from fedssl.engines.flower.client import make_client_app
+from fedssl.engines.flower.messenger import Messenger
 from fedssl.engines.flower.privacy import private_federation
+from fedssl.engines.flower.registration import ConnectedClients
 from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.server import FlowerClients
 from fedssl.engines.observers import Observer
@@ -183,10 +185,10 @@ def run_on(
     """Run a recipe on the nodes of `start`, or without `rounds` only register them; returns the warnings."""
     progress = progress or WarningRecorder()
     federation = private_federation(build_federation(recipe))
-    clients = FlowerClients(grid, federation, directory, progress, "run", threading.Event())
-    clients.connect()
+    connected = ConnectedClients(Messenger(grid, threading.Event()), federation, progress, "run")
+    connected.require_enough()
     if rounds:
-        run_rounds(federation, directory, progress, clients)
+        run_rounds(federation, directory, progress, FlowerClients(connected, federation, directory, progress))
     return progress.warnings
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from fedssl.engines.flower.registration import DataForm
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.engines.flower.loop_grid import EQUAL, KINDS, WEIGHTS, changed, run_on, start, write_sites
 from tests.fedssl.engines.short_runs import SMALL, metric
@@ -83,33 +83,49 @@ def test_too_few_clients_are_connected(quick, tmp_path):
 RENAMED = (*"012345678", "x")
 
 
-def write_images(path: Path, size: int = 8, classes: tuple[str, ...] = tuple("0123456789")) -> dict:
+def write_images(path: Path, size: int = 8, images: int = 40, classes: tuple[str, ...] = tuple("0123456789")) -> dict:
     """A site's file of images of noise, and the key of the site that names it."""
     random = np.random.default_rng(0)
-    images = {f"x_{part}": random.integers(0, 256, (40, size, size), np.uint8) for part in ("train", "test")}
-    labels = {f"y_{part}": np.arange(40) % len(classes) for part in ("train", "test")}
-    np.savez(path, **images, **labels, class_names=np.array(classes))
+    pixels = {f"x_{part}": random.integers(0, 256, (images, size, size), np.uint8) for part in ("train", "test")}
+    labels = {f"y_{part}": np.arange(images) % len(classes) for part in ("train", "test")}
+    np.savez(path, **pixels, **labels, class_names=np.array(classes))
     return {"data": {"name": "npz", "path": str(path)}}
 
 
-def test_images_of_another_size_are_refused_before_the_run_begins(quick, tmp_path):
-    others = {k: write_images(tmp_path / f"{size}.npz", size=size) for k, size in ((1, 12), (2, 16))}
-    directory, grid = start(quick(**WEIGHTS), tmp_path / "b", write_sites(tmp_path, own=others))
-    expected = (
-        r"the sites' data do not fit together: client 1: its images are 1 x 12 x 12 \(channels x height x width\), "
-        r"but the server's are 1 x 8 x 8; client 2: its images are 1 x 16 x 16 .*; change these sites' data"
-    )
-    with pytest.raises(UserError, match=expected):
-        run_on(quick(**WEIGHTS), directory, grid)
-    assert RunDirectory.open(tmp_path / "b").checkpoint.round == -1
+#: what is wrong with client 1's site, and what its own log, the server's and refused.csv say
+MISFITS = [
+    (lambda path: write_images(path, size=12), r"its images are 1 x 12 x 12 \(channels x .*: set image_size: 8 under"),
+    (lambda path: write_images(path, images=5), "the site has fewer training images than training.batch_size 8, which"),
+    (lambda path: {"data": {"name": "npz", "path": str(path)}}, r"there is no file .*own\.npz; set data\.path="),
+]
+
+
+@pytest.mark.parametrize(("own", "told"), MISFITS, ids=["size", "batch", "missing"])
+def test_a_site_whose_images_do_not_fit_says_so_itself_and_the_others_go_on(own, told, quick, tmp_path, capsys):
+    recipe = quick(**WEIGHTS, rounds=1)
+    sites = write_sites(tmp_path, own={1: own(tmp_path / "own.npz")})
+    directory, grid = start(recipe, tmp_path / "b", sites)
+    first, *begins, left_out = run_on(recipe, directory, grid)
+    reason = first.removeprefix("node 12 is left out: ")
+    assert re.match(told, reason)
+    assert begins == ["client 1 is left out: the run begins without it"]
+    assert left_out == f"round 1: client 1 is left out: {reason}"
+    assert directory.read_refused() == [(1, 1, reason)]
+    assert f"fedssl: this site takes no part in run run: {reason}\n" in capsys.readouterr().out
+    assert metric(tmp_path / "b", "loss", 1).keys() == {"0", "2", "mean"}
+
+
+def test_a_run_does_not_begin_where_no_site_fits_and_names_the_reasons(quick, tmp_path):
+    sites = write_sites(tmp_path, own={1: write_images(tmp_path / "own.npz", size=12)})[1:2]
+    with pytest.raises(UserError, match=r"0 of 3 clients .* not connected: 0, 1, 2; node 11 is left out: its images"):
+        run_on(quick(**WEIGHTS), *start(quick(**WEIGHTS), tmp_path / "b", sites))
 
 
 def test_other_classes_are_refused_where_the_objective_trains_on_them(quick, tmp_path):
     recipe = quick(**WEIGHTS, objective="supervised")
     sites = write_sites(tmp_path, own={1: write_images(tmp_path / "a.npz", classes=RENAMED)})
-    expected = "client 1: its classes differ from those .* trains on: it has 'x' and lacks '9'"
-    with pytest.raises(UserError, match=expected):
-        run_on(recipe, *start(recipe, tmp_path / "b", sites))
+    warning, _ = run_on(recipe, *start(recipe, tmp_path / "b", sites), rounds=False)
+    assert "its classes differ from those that the objective trains on: it has 'x' and lacks '9'; rename" in warning
 
 
 def test_how_classes_differ_is_told_in_a_few_words():
@@ -172,6 +188,14 @@ def test_a_site_describes_no_more_of_its_data_than_is_needed(method, flower, cla
     images = [len(rows) if counted else 0 for rows in build_federation(recipe).client_rows]
     form = {"shape": [1, 8, 8], "classes": classes, "public": ""}
     assert described == [form | {"images": count} for count in images]
+
+
+def test_a_site_that_hides_a_misfit_is_left_out_by_the_server(quick, tmp_path, monkeypatch):
+    recipe = quick(**WEIGHTS)
+    directory, grid = start(recipe, tmp_path / "b")
+    changed(lambda content: content["data"].update(shape=[1, 9, 8]), kind="query")(grid, monkeypatch)
+    warnings = run_on(recipe, directory, grid, rounds=False)
+    assert warnings[0].startswith("node 12 is left out: its images are 1 x 9 x 8 (channels x height x width)")
 
 
 def test_a_site_that_does_not_describe_its_images_is_left_out(quick, tmp_path, monkeypatch):

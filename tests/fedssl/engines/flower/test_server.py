@@ -26,6 +26,7 @@ from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.engines.every_tensor import assert_same
@@ -349,6 +350,51 @@ def serve(recipe: Recipe, folder: Path, grid) -> None:
     (folder / "recipe.yaml").write_text(recipe.to_yaml())
     app = make_server_app(folder / "recipe.yaml")
     app(grid, Context(1, 1, {}, RecordDict(), {"output": str(folder / "run")}))
+
+
+def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_holds_what(quick, tmp_path, capsys):
+    recipe = quick(**AVERAGED, partition={"name": "sites", "clients": 3}, guard={"minimum_answers": 2})
+    own = {k: {"data": {"name": "digits", "train_limit": limit}} for k, limit in enumerate((30, 4, 20))}
+    _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path, own=own))
+    looks = grid.get_node_ids
+    for nodes, told in (
+        ([], "0 of 3 clients .* not connected: 0, 1, 2"),
+        ([11, 12], "1 of 3 .*; node 12 is left out:"),
+    ):
+        grid.get_node_ids = lambda nodes=nodes: nodes
+        with pytest.raises(UserError, match=told):
+            serve(recipe, tmp_path, grid)
+        assert not (tmp_path / "run").exists()
+    grid.get_node_ids = looks
+    serve(recipe, tmp_path, grid)
+    run = read_run(tmp_path / "run")
+    assert run.finished
+    assert (run.class_names, run.class_counts) == (["images"], [[30], [0], [20]])
+    assert {(number, k) for number, k, _ in run.refused} == {(1, 1), (2, 1)}
+    with open(tmp_path / "run" / "refused.csv", "a") as file:
+        file.write("3,0,of a round that was not committed\n")
+    assert read_run(tmp_path / "run").refused == run.refused
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "connected: client 0 with 30 images, client 2 with 20 images" in printed
+    assert f"Next: fedssl report {tmp_path / 'run'}" in printed
+
+
+def test_a_sites_log_says_what_it_sent_and_why_the_server_left_it_out(quick, tmp_path, capsys, monkeypatch):
+    """Client 1 sends NaN in two rounds, and client 2 is silent in the second; each is told its own reasons."""
+    recipe = quick(**AVERAGED | SMALL, rounds=4)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    spoils = after_training(spoil)
+    both: Prepare = lambda grid, patch: (spoils(grid, patch), silent(13)(grid, patch))  # noqa: E731
+    run_on(recipe, directory, grid, FaultsByRound(grid, {1: spoils, 2: both}))
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.removeprefix("fedssl: this site ") for line in lines if "was left out" in line]
+    reasons = ["round 1: online", "round 1: online", "round 2: online", "round 2: no answer within 100 s"]
+    assert [line.removeprefix("was left out of ").partition(".")[0] for line in told] == reasons
+    sent = next(line for line in lines if " sends " in line and "weights" in line)
+    size = metric(tmp_path / "b", "bytes_up", 1)["0"]
+    assert sent.startswith(f"fedssl: this site sends {size / 1e6:.2f} MB: weights; the numbers samples, loss, ")
+    loss = metric(tmp_path / "b", "loss", 1)["0"]
+    assert f"fedssl: this site trained round 1 on 21 images: loss {loss:.4g}" in lines
 
 
 def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_nothing_else(quick, tmp_path):

@@ -238,10 +238,34 @@ def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(quick, tm
     assert progress.warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
 
 
-def test_a_site_brings_its_images_to_the_size_that_the_recipe_says(quick, tmp_path):
-    recipe = quick(**AVERAGED, **SITES, data=NONE | {"image_shape": [1, 12, 12]})
-    (site,) = write_sites(tmp_path, 1, data={"name": "digits", "train_limit": 40, "test_limit": 60})
-    assert site_federation(recipe, load_site(site)).dataset.train_images.shape[1:] == (1, 12, 12)
+@pytest.mark.parametrize(
+    ("stored", "options", "expected"),
+    [
+        ("grey.png", {}, 3),
+        ("colour.png", {}, 1),
+        ("grey.npz", {}, 3),
+        ("colour.npz", {}, 1),
+        ("colour.npz", {"channels": 3}, 3),  # what the site's file says goes first
+    ],
+)
+def test_a_site_brings_its_images_to_the_size_and_the_colours_that_the_recipe_says(
+    stored, options, expected, quick, tmp_path
+):
+    kind, name = stored.split(".")
+    pixels = random_pixels(9, 16, 16, *([3] if kind == "colour" else []))
+    data: dict = {"name": "images", "path": str(tmp_path / "own")}
+    if name == "png":
+        (tmp_path / "own").mkdir()
+        for number, one in enumerate(pixels):
+            save_array(tmp_path / "own" / f"{number}.png", one)
+    else:
+        data |= {"name": "npz", "path": str(tmp_path / "own.npz")}
+        np.savez(data["path"], x_train=pixels)
+    recipe = quick(**AVERAGED, **SITES, data=NONE | {"image_shape": [4 - expected if options else expected, 12, 12]})
+    (site,) = write_sites(tmp_path, 1, data=data | options)
+    images = site_federation(recipe, load_site(site)).dataset.train_images[:]
+    assert images.shape == (9, expected, 12, 12)
+    assert (images == images[:, :1]).all() == (kind == "grey" or expected == 1)
 
 
 def test_a_server_without_data_must_know_the_classes_of_labels_and_is_for_sites(quick, tiny):
