@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -136,7 +135,6 @@ def build_report(
         privacy=_privacy_table(methods),
         settings=_settings_table(methods),
         history=_history_table(methods),
-        sites=_sites_table(methods),
         folders=PageTable(("method", "seed", "folder"), folders, text_columns=3),
         recipes=[(f"{name}, seed {run.seed}", _as_yaml(run.recipe)) for name, run in first.items()],
     )
@@ -292,13 +290,18 @@ def _of_sites(run: Run) -> bool:
 
 
 def _left_out_table(methods: Methods) -> PageTable | None:
-    """Return a line for each client, method and reason of answers that were left out; None if none was."""
+    """Return a line for each client and reason of answers that did not count, or not in full; None if all did."""
     rows: list[tuple[object, ...]] = []
     for name, runs in methods.items():
         for run in runs:
             numbers: dict[tuple[int, str], list[int]] = {}
             for number, k, reason in run.refused:
                 numbers.setdefault((k, reason), []).append(number)
+            stated = {who: value for (_, who, metric), value in run.values.items() if metric == "images"}
+            for number, who, metric in run.values:
+                if metric == "capped":
+                    reason = f"it states {stated[who]:g} images, and counted by fewer (guard.largest_share)"
+                    numbers.setdefault((int(who), reason), []).append(number)
             rows += [
                 (name, run.seed, k, _ranges(rounds), printable(reason))
                 for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1]))
@@ -360,29 +363,6 @@ def _settings_table(methods: Methods) -> PageTable:
             for i, (value, names) in enumerate(names_by_value.items()):
                 rows.append(("" if i else key, ", ".join(names) if len(names_by_value) > 1 else "all", value))
     return PageTable(("setting", "of", "value"), rows, text_columns=3)
-
-
-def _sites_table(methods: Methods) -> PageTable | None:
-    """Return what each client states and in how many rounds it did not count in full; None where nothing is of note."""
-    rows, faults = [], ("capped", "refused", "missing")
-    for name, runs in methods.items():
-        for run in runs:
-            stated = {who: value for (_, who, metric), value in run.values.items() if metric == "images"}
-            counts = Counter((who, metric) for _, who, metric in run.values if metric in faults)
-            if counts or run.recipe.get("engine") == "flower":
-                clients = sorted({*stated, *(who for who, _ in counts)}, key=int)
-                rows += [
-                    (
-                        name,
-                        run.seed,
-                        who,
-                        f"{stated[who]:.0f}" if who in stated else "-",
-                        *(counts[who, f] for f in faults),
-                    )
-                    for who in clients
-                ]
-    header = ("method", "seed", "client", "images that it states", *(f"rounds {fault}" for fault in faults))
-    return PageTable(header, rows) if rows else None
 
 
 def _history_table(methods: Methods) -> PageTable | None:

@@ -129,7 +129,7 @@ class RunDirectory:
 
     def read_refused(self) -> list[tuple[int, int, str]]:
         """Return the committed lines of refused.csv: round, client and reason."""
-        self._refuse_change("refused.csv")
+        self._refuse_changed_log("refused.csv")
         lengths = self.checkpoint.lengths
         rows = read_csv(self.path / "refused.csv", lengths.get("refused.csv", 0 if lengths else None))
         return [(int(row["round"]), int(row["client"]), row["reason"]) for row in rows]
@@ -150,8 +150,7 @@ class RunDirectory:
             UserError: metrics.csv is damaged, or was changed since it was committed.
         """
         path = self.path / "metrics.csv"
-        if (digest := self.checkpoint.digests.get("metrics.csv")) is not None:
-            self._refuse_change("metrics.csv", digest, self.checkpoint.lengths.get("metrics.csv"))
+        self._refuse_changed_log("metrics.csv")
         try:
             return [_metric_row(row) for row in read_csv(path, self.checkpoint.lengths.get("metrics.csv"))]
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -324,6 +323,10 @@ class RunDirectory:
             if size < length:
                 problem = f"has {size} bytes, but {length} were committed: put back the file as the run wrote it"
                 raise UserError(f"{path} {problem}")
+
+    def _refuse_changed_log(self, name: str) -> None:
+        if (digest := self.checkpoint.digests.get(name)) is not None:
+            self._refuse_change(name, digest, self.checkpoint.lengths.get(name))
 
     def _refuse_change(self, name: str, expected: str, length: int | None) -> None:
         path = (self.checkpoints if re.fullmatch(STATE_FILE, name) else self.path) / name
