@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -92,6 +93,13 @@ def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> Recor
     if task["version"] != __version__:
         problem = f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}"
         raise UserError(f"{problem}: install the same version everywhere")
+    if (expected := task.get("client", site.client)) != site.client:
+        problem = (
+            f"its site file names client {site.client}, but the server has registered its key for client {expected}: "
+            f"set client: {expected} in the site's file, or use the key of the site that is client {site.client}"
+        )
+        print(f"fedssl: this site is left out: {problem}", file=sys.stderr, flush=True)
+        raise UserError(problem)
     answer = ConfigRecord({"client": site.client, "round": 0})
     return RecordDict({"answer": answer, "data": ConfigRecord(DataForm.of(site.federation, site.client).model_dump())})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,7 @@ from ...federation import Federation
 from ...recipe.rules import public_image_users
 from ..observers import Observer
 from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, NodeAnswer, config_of, growing_pauses
+from .site_keys import bound_clients, manifest_path, read_manifest
 
 _REGISTRATION_SECONDS = 5.0  # that a round waits for a node that has just connected, where it lacks a client
 _ASK_AGAIN_SECONDS = 30.0
@@ -78,12 +80,22 @@ class ConnectedClients:
         self._options = federation.recipe.flower
         self._waiting: dict[str, int] = {}  # nodes that have not answered yet, by the message that asks them
         self._ask_at: dict[int, float] = {}  # when to ask a node; again only where its answer was refused
+        self._manifest = manifest_path()  # binds the sites' keys to clients' numbers
+        self._bound: dict[int, int] = {}  # by node, the client that its key is registered for
         self._server_form = DataForm.of(federation)
         self._forms: dict[int, DataForm] = {}  # of clients whose classes were compared
         self._misfits: dict[int, str] | None = {}  # clients whose data do not fit; None once the run has begun
 
     def require_enough(self) -> None:
         """Wait for all clients before a run begins; raise UserError if too few connect in time or data do not fit."""
+        if self._manifest is not None and not self._manifest.exists():
+            self._progress.warn(
+                f"the clients' numbers are not bound to the sites' keys: there is no {self._manifest}, so a site can "
+                "take part with the number of another (docs/deploy.md says how to write this file)"
+            )
+            self._manifest = None
+        if self._manifest is not None:
+            read_manifest(self._manifest)  # a wrong one is told before anyone is asked
         clients = len(self._federation.client_rows)
         self._wait(set(range(clients)), self._options.connect_seconds)
         missing = sorted(set(range(clients)) - self.nodes.keys())
@@ -127,13 +139,31 @@ class ConnectedClients:
         due = [node for node in connected if time.monotonic() >= self._ask_at.get(node, 0.0)]
         if not due:
             return False
-        question = ConfigRecord({"run": self._run, "version": __version__})
-        seconds = self._options.connect_seconds + self._options.round_seconds  # the next look may be a round later
-        contents = {node: RecordDict({"task": question}) for node in due}
-        self._waiting |= self._messenger.send("query", contents, 0, seconds)
         first_time = any(node not in self._ask_at for node in due)
         self._ask_at |= dict.fromkeys(due, float("inf"))
+        bound = self._read_bound(due)
+        contents = {}
+        for node in due:
+            question: dict[str, Any] = {"run": self._run, "version": __version__}
+            client = bound.get(node, "it is no longer connected")
+            if isinstance(client, str):
+                self._leave_out(node, client)
+                continue
+            if client is not None:
+                self._bound[node] = question["client"] = client  # so that an honest site tells its own log
+            contents[node] = RecordDict({"task": ConfigRecord(question)})
+        seconds = self._options.connect_seconds + self._options.round_seconds  # the next look may be a round later
+        self._waiting |= self._messenger.send("query", contents, 0, seconds)
         return first_time
+
+    def _read_bound(self, due: list[int]) -> dict[int, int | str | None]:
+        """Return the client of each node's key, or why it has none; None for nodes where nothing binds keys."""
+        if self._manifest is None:
+            return dict.fromkeys(due)
+        try:
+            return bound_clients(self._messenger.grid, self._manifest)
+        except UserError as error:  # it was changed while the run goes on
+            return dict.fromkeys(due, str(error))
 
     def _register(self, answer: NodeAnswer) -> None:
         """Register a node's client as connected, or warn why it is left out."""
@@ -143,6 +173,8 @@ class ConnectedClients:
             clients = len(self._federation.client_rows)
             if type(k) is not int or not 0 <= k < clients:
                 failure = f"its client number is invalid: expected 0 to {clients - 1}, got {str(k)[:100]}"
+            elif k != self._bound.get(answer.node, k):
+                failure = f"it answers as client {k}, but its key is registered for client {self._bound[answer.node]}"
             elif self.nodes.get(k, answer.node) != answer.node:
                 failure = (
                     f"its site file names client {k}, but node {self.nodes[k]} is already client {k}: "
@@ -151,8 +183,11 @@ class ConnectedClients:
             elif (failure := self._data_fault(k, answer.content)) is None:
                 self.nodes[k] = answer.node
                 return
-        self._ask_at[answer.node] = time.monotonic() + _ASK_AGAIN_SECONDS
-        self._progress.warn(f"node {answer.node} is left out: {failure}")
+        self._leave_out(answer.node, failure)
+
+    def _leave_out(self, node: int, failure: str | None) -> None:
+        self._ask_at[node] = time.monotonic() + _ASK_AGAIN_SECONDS
+        self._progress.warn(f"node {node} is left out: {failure}")
 
     def _data_fault(self, client: int, content: RecordDict) -> str | None:
         """Return why a client's images leave it out, if they do; a misfit before the run is noted and stops it."""

@@ -199,7 +199,7 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
 
     # the server
     members.start("server")
-    members.wait_for("server", "registered the key of hospital-b")
+    members.wait_for("server", "new:     hospital-b, client 1, key SHA256:")
     printed = members.fedssl("app", *APP, "--output", str(members.folder / "run"))
     [digest] = re.findall("[0-9a-f]{64}", printed)
 
@@ -225,10 +225,15 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     assert RunDirectory.open(members.folder / "run").checkpoint.round == 2
 
     # the coordinator revokes a site
-    assert "unregistered" not in members.fedssl("provision", "register", "consortium/server")
+    printed = members.fedssl("provision", "register", "consortium/server")
+    assert re.sub(" key SHA256:.*", "", printed) == "in:      hospital-a, client 0,\nin:      hospital-b, client 1,\n"
     members.fedssl("provision", "revoke", "hospital-b")
     printed = members.fedssl("provision", "register", "consortium/server")
-    assert printed.count("unregistered the key of node") == 1
+    assert re.findall(r"^(\S+) +(\S+),", printed, re.MULTILINE) == [
+        ("no", "key:  hospital-b"),
+        ("out:", "hospital-b"),
+        ("in:", "hospital-a"),
+    ]
     poll(lambda: members.processes["hospital-b"].poll() is not None, "the revoked site is shut out and ends")
     assert members.processes["hospital-b"].returncode == 1
     assert "the server does not accept this site" in members.log("hospital-b").read_text(errors="replace")
