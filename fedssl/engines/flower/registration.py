@@ -153,7 +153,8 @@ class ConnectedClients:
                 self._bound[node] = question["client"] = client  # so that an honest site tells its own log
             contents[node] = RecordDict({"task": ConfigRecord(question)})
         seconds = self._options.connect_seconds + self._options.round_seconds  # the next look may be a round later
-        self._waiting |= self._messenger.send("query", contents, 0, seconds)
+        if contents:
+            self._waiting |= self._messenger.send("query", contents, 0, seconds)
         return first_time
 
     def _read_bound(self, due: list[int]) -> dict[int, int | str | None]:

@@ -295,17 +295,17 @@ def test_a_key_that_is_known_as_another_sites_is_refused(without_keys, consortiu
 
 def test_the_manifest_has_the_sites_in_their_order_with_the_keys_that_count(provisioned, consortium_file):
     """The name of one site is the beginning of another's."""
-    folder = provisioned(sites=["site", "site-1"])
+    folder = provisioned(sites=["site-1", "site"])
     manifest = folder / "server" / "sites" / "manifest.yaml"
-    prints = {name: key_fingerprint(read_public(folder / f"server/sites/{name}.pub")) for name in ("site", "site-1")}
+    prints = {name: key_fingerprint(read_public(folder / f"server/sites/{name}.pub")) for name in ("site-1", "site")}
     assert list(read_manifest(manifest).sites.items()) == list(prints.items())
-    assert read_manifest(manifest).clients == {prints["site"]: 0, prints["site-1"]: 1}
+    assert read_manifest(manifest).clients == {prints["site-1"]: 0, prints["site"]: 1}
     revoke("site-1", folder)
     assert read_manifest(manifest).sites == {"site": prints["site"], "site-1": None}
     (folder / "server" / "sites" / "site.pub").unlink()
-    provisioned(sites=["site", "site-1"])
-    assert read_manifest(manifest).clients == {prints["site"]: 0}
-    assert load_member(folder / "site-1").client == 1
+    provisioned(sites=["site-1", "site"])
+    assert read_manifest(manifest).clients == {prints["site"]: 1}
+    assert load_member(folder / "site").client == 1
 
 
 def test_another_consortium_in_the_same_folder_is_refused_and_changes_nothing(provisioned, consortium_file):
