@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..errors import UserError
 from ..run_folder.storage import cannot_write, sync_path
-from ..untrusted import read_regular_file
+from ..untrusted import read_regular_file, refuse_shared
 
 PrivateKey = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
@@ -95,6 +95,14 @@ def read_public(path: Path) -> PublicKey:
     if not isinstance(key, PublicKey):
         raise UserError(f"{path} must be a public key on an elliptic curve, got {type(key).__name__}")
     return key
+
+
+def require_own(path: Path) -> None:
+    """Raise UserError for a file or folder that is missing, or that other users can write."""
+    try:
+        refuse_shared(path, path.stat())
+    except OSError as error:
+        raise UserError(f"{path} cannot be used: {error.strerror}") from error
 
 
 def read_file(path: Path, name: str, own: bool = True) -> bytes:

@@ -19,10 +19,10 @@ from ..engines.flower.site import load_site
 from ..engines.flower.site_keys import MANIFEST, SITES, VARIABLE
 from ..errors import UserError
 from ..run_folder.creation import alone_in
-from ..untrusted import expand_home, printable, refuse_shared
+from ..untrusted import expand_home, printable
 from .certificates import require_authority, require_server
 from .flower_commands import fork, run
-from .keys import read_site_key
+from .keys import read_site_key, require_own
 from .limits import limit_superlink
 from .reverse_proxy import write_reverse_proxy
 
@@ -62,7 +62,7 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
             command += [option, str(_existing(folder / name, "TLS needs it, and docs/deploy.md says how to make it"))]
         database = folder / "superlink.db"  # also holds the registered keys
         if database.exists():
-            _refuse_shared(database)
+            require_own(database)
         require_server(folder / "server.crt", folder / "server.key", folder / "ca.crt", host)
         command += ["--enable-supernode-auth"]
         environment[VARIABLE] = str(folder.absolute() / SITES / MANIFEST)
@@ -183,13 +183,6 @@ def _existing(path: Path, purpose: str) -> Path:
     if not path.exists():
         raise UserError(f"{path} does not exist: {purpose}")
     return path.absolute()
-
-
-def _refuse_shared(path: Path) -> None:
-    try:
-        refuse_shared(path, path.stat())
-    except OSError as error:
-        raise UserError(f"{path} cannot be used: {error.strerror}") from error
 
 
 def _free_port() -> int:

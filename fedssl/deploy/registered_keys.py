@@ -18,8 +18,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from ..engines.flower.site_keys import MANIFEST, key_fingerprint, read_manifest
 from ..errors import UserError
 from ..run_folder.storage import make_folder, write_atomically
-from ..untrusted import refuse_shared
-from .keys import read_public
+from .keys import read_public, require_own
 
 
 class _Site(NamedTuple):
@@ -75,10 +74,7 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
 
 def _accepted(folder: Path) -> tuple[dict[bytes, _Site], list[str]]:
     """Return the sites whose keys a folder of public keys and its manifest both name, and lines on all others."""
-    try:
-        refuse_shared(folder, folder.stat())
-    except OSError as error:
-        raise UserError(f"the sites' keys in {folder} cannot be used: {error.strerror}") from error
+    require_own(folder)
     public = {path.stem: read_public(path) for path in sorted(folder.glob("*.pub"))}
     texts = {name: f"key {key_fingerprint(key)}" for name, key in public.items()}
     if not (folder / MANIFEST).exists():
