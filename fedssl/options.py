@@ -6,12 +6,13 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from .untrusted import NAME_PATTERN, TEXT_PATTERN, scalar_text
+from .errors import UserError
+from .untrusted import MOST_BYTES, NAME_PATTERN, TEXT_PATTERN, expand_home, parse_yaml, read_regular_file, scalar_text
 
 _LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
 #: texts of a message about a pattern
@@ -47,6 +48,32 @@ class Options(BaseModel):
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return values
+
+
+_Model = TypeVar("_Model", bound=Options)
+
+
+def read_options(path: str | Path, model: type[_Model], kind: str, hint: str) -> _Model:
+    """Read a YAML file that decides what happens here; `kind` names it in messages, and `hint` says what helps.
+
+    Raises:
+        UserError: the file cannot be read, can be written by other users, is not YAML, or has a wrong key or value.
+    """
+    path = expand_home(path)
+    try:
+        text = read_regular_file(path, MOST_BYTES, own=True).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        advice = f"; {hint}" if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"{kind} {path} cannot be read: {reason}{advice}") from error
+    values = parse_yaml(text, f"{kind} {path}")
+    if not isinstance(values, dict):
+        keys = ", ".join(model.model_fields)
+        raise UserError(f"{kind} {path} must hold the keys {keys}, got {type(values).__name__}; {hint}")
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: {'; '.join(explain_errors(error, model))}") from error
 
 
 def with_texts(model: type[Options], values: dict[str, Any]) -> dict[str, Any]:

@@ -41,18 +41,31 @@ def open_regular_file(path: Path) -> Iterator[BinaryIO]:
         os.close(handle)
 
 
-def read_regular_file(path: Path, most_bytes: int | None = None) -> bytes:
+def read_regular_file(path: Path, most_bytes: int | None = None, own: bool = False) -> bytes:
     """Return the content of a regular file of at most `most_bytes` (default: any size); see `open_regular_file`.
 
+    With `own` it must be one that other users cannot write, such as a key or a site's settings.
+
     Raises:
-        OSError: the file cannot be opened, is not a regular file, or is too large.
+        OSError: the file cannot be opened, is not a regular file, is too large, or can be written by others.
     """
     with open_regular_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        if own:
+            refuse_shared(path, status)
+        size = status.st_size
         if most_bytes is not None and size > most_bytes:
             problem = f"expected at most {most_bytes:,} bytes, the file has {size:,}"
             raise OSError(errno.EFBIG, problem, str(path))
         return file.read()
+
+
+def refuse_shared(path: Path, status: os.stat_result) -> None:
+    """Raise OSError for a file or folder that its group or all users may write, as `status` says."""
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        problem = f"other users can change it (mode {mode:04o}); see who did, and call chmod go-w {quoted(path)}"
+        raise OSError(errno.EPERM, problem, str(path))
 
 
 def expand_home(path: str | Path) -> Path:

@@ -16,6 +16,7 @@ TESTS = Path(__file__).resolve().parent
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["FEDKERNELS_SELF_TEST"] = "0"
+os.umask(0o022)  # settings and keys that a group can write are refused
 
 # The files that take longest, the longest first. They are started first: with two workers, a long file that is started
 # last leaves the other worker without work.

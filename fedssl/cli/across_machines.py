@@ -81,13 +81,16 @@ def answer(
     consortium: Annotated[Path, Argument(metavar="FILE", help="The consortium's YAML file.")],
     requests: Annotated[list[Path], Argument(metavar="REQUEST...", help="What sites or the server sent.")],
     output: _Folder = Path("consortium"),
+    new_server_key: Annotated[
+        bool, Option("--new-server-key", help="Accept that the server has another key than before; ask by telephone.")
+    ] = False,
 ) -> None:
     """Accept requests: register a site's public key, or issue the server's certificate."""
     from ..deploy.consortium import load_consortium
 
     loaded = load_consortium(consortium)
     for path in requests:
-        for line in _deploy_folders().answer_request(path, output, loaded):
+        for line in _deploy_folders().answer_request(path, output, loaded, new_server_key):
             print_text(line)
 
 
@@ -107,9 +110,12 @@ def register(
         int | None, Option(metavar="PID", help="Wait until this process listens; its start script does so.")
     ] = None,
 ) -> None:
-    """At the running server: accept the keys in FOLDER/sites and no others, and write the operator's connection."""
+    """At the running server: accept the keys in FOLDER/sites and no others, and write the operator's connection.
+
+    It prints who is in, who is new, who is out and which keys it refuses, by site.
+    """
     from ..deploy.consortium import load_member
-    from ..deploy.folders import SITES
+    from ..engines.flower.site_keys import SITES
 
     keys = _flower("deploy.registered_keys")
     server = load_member(folder).server

@@ -183,7 +183,7 @@ def pull_approved(
     except AppRefused as refusal:
         message, _ = received[-1]
         run: int = message.metadata.run_id
-        print(f"fedssl: run {run} is refused: {refusal}", file=sys.stderr, flush=True)
+        print(f"fedssl: run {run} is refused: {printable(str(refusal))}", file=sys.stderr, flush=True)
         reply = Message(Error(ErrorCode.INVALID_FAB, str(refusal)), reply_to=message)
         _insert_message(reply, others["state"], others["object_store"])
         return run

@@ -18,10 +18,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import UserError
 from ..run_folder.storage import write_atomically
+from .consortium import RENEWAL_DAYS
 from .keys import PublicKey, read_file, server_key
 
-#: a certificate that ends within this many days is renewed
-RENEWAL_DAYS = 30
+_AUTHORITY_DAYS = 3650
 _CLOCK_TOLERANCE = timedelta(hours=1)  # clocks that are behind still accept a new certificate
 
 
@@ -32,7 +32,8 @@ class Authority:
         """Read ca.key and ca.crt of a folder; make them if both are missing.
 
         Raises:
-            UserError: the key alone is missing; one cannot be read; they do not belong together.
+            UserError: the key alone is missing; one cannot be read; they do not belong together, or to another
+                consortium.
         """
         key_path, certificate_path = folder / "ca.key", folder / "ca.crt"
         if certificate_path.exists() and not key_path.exists():
@@ -41,11 +42,19 @@ class Authority:
         self.key = server_key(key_path)
         if not certificate_path.exists():
             now, name = datetime.now(timezone.utc), common_name(consortium)
-            builder = _builder(self.key.public_key(), name, name, now, now + timedelta(days=3650), is_authority=True)
+            builder = _builder(
+                self.key.public_key(), name, name, now, now + timedelta(days=_AUTHORITY_DAYS), is_authority=True
+            )
             write_atomically(certificate_path, builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM))
+            certificate_path.chmod(0o600)
         self.certificate = read_certificate(certificate_path)
         if self.certificate.public_key() != self.key.public_key():
             raise UserError(f"{key_path} is not the private key of {certificate_path}: bring back the right one")
+        if self.certificate.subject != common_name(consortium):
+            raise UserError(
+                f"{folder} is the authority of {_name(self.certificate).removeprefix('CN=')}, but the consortium's "
+                f"file has name: {consortium}: name another folder with --output, or correct the name"
+            )
 
     def issue(self, key: PublicKey, address: str, days: int) -> x509.Certificate:
         """Return a new certificate for the server's key and the address by which the sites reach it.
@@ -70,13 +79,17 @@ def read_certificate(path: Path) -> x509.Certificate:
     return _read_certificates(path)[0]
 
 
-def needs_renewal(path: Path, address: str) -> str | None:
-    """Return the reason to issue the server's certificate; None if the one in a PEM file is still good."""
+def needs_renewal(path: Path, address: str, last: datetime) -> str | None:
+    """Return the reason to issue the server's certificate; None if the one in a PEM file is still good.
+
+    It is also good if it is valid until the authority's own end, `last`: a new one would not be valid for longer.
+    """
     if not path.exists():
         return "there was none"
     certificate = read_certificate(path)
-    if certificate.not_valid_after_utc - datetime.now(timezone.utc) < timedelta(days=RENEWAL_DAYS):
-        return f"the old one ends on {certificate.not_valid_after_utc:%Y-%m-%d}"
+    end = certificate.not_valid_after_utc
+    if end - datetime.now(timezone.utc) < timedelta(days=RENEWAL_DAYS) and end < last:
+        return f"the old one ends on {end:%Y-%m-%d}"
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return None if list(names) == _server_names(address) else f"the old one is not for {address}"
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ..errors import UserError
-from ..options import Options, explain_errors
-from ..untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
+from ..options import Options, read_options
 
 EXAMPLE = """\
 # Adapt the names. Next: fedssl provision consortium.yaml
@@ -29,11 +26,11 @@ valid_days: 365        # how long the server's certificate is valid; a later cal
 FIRST_RUN = "./start.sh fedbyol 'data.image_shape=[3, 64, 64]' training.batch_size=32 rounds=2"
 
 MEMBER_FILE = "member.yaml"
+#: a certificate that ends within this many days is renewed
+RENEWAL_DAYS = 30
 
 #: letters, digits and hyphens: names become folders, systemd units and certificates' subjects
 _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
-
-_Model = TypeVar("_Model", bound=Options)
 
 
 class ServerOptions(Options):
@@ -66,6 +63,7 @@ class Member(Options):
     consortium: str = Field(..., pattern=_NAME, description="the consortium's name")
     name: str = Field(..., pattern=_NAME, description="the site's name, or server")
     server: ServerOptions = Field(..., description="where the sites reach the server")
+    client: int | None = Field(None, ge=0, description="the site's client number; null for the server")
 
 
 class Consortium(Options):
@@ -77,7 +75,10 @@ class Consortium(Options):
         ..., min_length=1, max_length=1000, description="the sites' names in the order of their client numbers"
     )
     valid_days: int = Field(
-        365, ge=1, le=3650, description="days for which a certificate of the server is valid; a later call renews it"
+        365,
+        gt=RENEWAL_DAYS,  # or each call would renew the certificate that the last one wrote
+        le=3650,
+        description=f"days for which a certificate of the server is valid; renewed {RENEWAL_DAYS} days before its end",
     )
 
     @field_validator("sites", mode="after")
@@ -101,25 +102,10 @@ class Consortium(Options):
 
 def load_consortium(path: str | Path) -> Consortium:
     """Read a consortium's file; raise UserError if it is missing, not YAML, or has a value that is not allowed."""
-    return _load(expand_home(path), Consortium, "the consortium's file", "fedssl provision --example prints one")
+    return read_options(path, Consortium, "the consortium's file", "fedssl provision --example prints one")
 
 
 def load_member(folder: Path) -> Member:
     """Read `member.yaml` of a folder; raise UserError if `provision` did not write the folder, or it is damaged."""
-    return _load(folder / MEMBER_FILE, Member, "the file", f"name a folder that fedssl provision wrote, not {folder}")
-
-
-def _load(path: Path, model: type[_Model], kind: str, hint: str) -> _Model:
-    try:
-        text = read_regular_file(path, MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{kind} {path} cannot be read: {reason}; {hint}") from error
-    values = parse_yaml(text, f"{kind} {path}")
-    if not isinstance(values, dict):
-        keys = ", ".join(model.model_fields)
-        raise UserError(f"{kind} {path} must hold the keys {keys}, got {type(values).__name__}; {hint}")
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"{path}: {'; '.join(explain_errors(error, model))}") from error
+    hint = f"name a folder that fedssl provision wrote, not {folder}"
+    return read_options(folder / MEMBER_FILE, Member, "the file", hint)

@@ -6,6 +6,7 @@ may make its private key itself: it then sends a request with the public key, wh
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import yaml
@@ -15,17 +16,18 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
+from ..engines.flower.site_keys import MANIFEST, SITES, key_fingerprint
 from ..errors import UserError
 from ..run_folder.storage import write_atomically, writing
 from ..templates import fill_template
 from ..untrusted import read_regular_file
 from . import certificates, keys
 from .certificates import Authority
-from .consortium import MEMBER_FILE, Consortium, Member, load_member
-from .keys import PublicKey, key_fingerprint
+from .consortium import MEMBER_FILE, RENEWAL_DAYS, Consortium, Member, load_member
+from .keys import PublicKey
 
-#: in the server's folder, the public keys of the sites that may take part, and those that may no longer
-SITES, REVOKED = "sites", "revoked"
+#: in the coordinator's copy of the server's folder, the public keys of sites that may no longer take part
+REVOKED = "revoked"
 
 
 def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list[str]:
@@ -35,7 +37,8 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     folders are left to the sites and the server (`write_request`).
 
     Raises:
-        UserError: the sites' order has changed; the authority is missing or damaged; a file cannot be written.
+        UserError: the sites' order has changed; the authority is missing, damaged or another consortium's; a file
+            cannot be written.
     """
     known_sites = _known_sites(folder)
     if consortium.sites[: len(known_sites)] != known_sites:  # a site would get another client number than it has
@@ -52,13 +55,13 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
         )
     for path in (folder, authority_folder, server, server / SITES):
         _make_private_folder(path)
-    authority = Authority(authority_folder, consortium.name)
+    authority = Authority(authority_folder, consortium.name)  # which refuses another consortium's before all else
     _fill(authority_folder / "README.md", "authority.md", consortium=consortium.name)
     done = _prepare_server(consortium, server, authority, keys_at_sites)
     for client in range(len(consortium.sites)):
         done += _prepare_site(consortium, client, folder, authority, keys_at_sites)
     _write_text(authority_folder / "sites.txt", "".join(f"{site}\n" for site in consortium.sites))
-    _write_fingerprints(folder)
+    _write_lists(folder)
     return done
 
 
@@ -80,13 +83,15 @@ def write_request(folder: Path) -> tuple[Path, str]:
     return path, key_fingerprint(key.public_key())
 
 
-def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[str]:
+def answer_request(request: Path, folder: Path, consortium: Consortium, new_server_key: bool = False) -> list[str]:
     """Accept a request, of which the name and the key alone count, in the coordinator's folder.
 
     Register a site's key, or issue the server's certificate; return a line for each thing done, with the fingerprint.
+    With `new_server_key` the server may have another key than before.
 
     Raises:
-        UserError: the request is damaged or not of this consortium; the site has another key, or this one was revoked.
+        UserError: the request is damaged or not of this consortium; the member has another key, another site has this
+            one, or it was revoked.
     """
     name, key = _read_request(request)
     server = folder / "server"
@@ -94,6 +99,14 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
         if not (folder / "authority" / "ca.crt").exists():
             advice = "bring the authority's folder back from where it is kept"
             raise UserError(f"{folder / 'authority'} is missing: {advice}")
+        known = _server_public(server)
+        if known not in (None, key) and ((server / "server.key").exists() or not new_server_key):
+            moved = f"move {server / 'server.key'} away and " if (server / "server.key").exists() else ""
+            raise UserError(
+                f"the server has the key {key_fingerprint(known)}, but {request} holds {key_fingerprint(key)}, with "
+                "which its sender could pretend to be the server: ask the server's operator by telephone, and if the "
+                f"server has made a new key, {moved}call this again with --new-server-key"
+            )
         _issue_certificate(server, Authority(folder / "authority", consortium.name), key, consortium)
         return [
             f"server: wrote {server / 'server.crt'} for the key {key_fingerprint(key)}; send it to the server, and "
@@ -106,11 +119,15 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
             "add the site to the consortium's file and call fedssl provision first"
         )
     public = server / SITES / f"{name}.pub"
-    if public.exists() and keys.read_public(public) != key:
+    registered = _registered(folder)
+    if registered.get(name, key) != key:
         raise UserError(
-            f"{name} already has the key {key_fingerprint(keys.read_public(public))}, but {request} holds "
+            f"{name} already has the key {key_fingerprint(registered[name])}, but {request} holds "
             f"{key_fingerprint(key)}: if the site has made a new key, call fedssl provision revoke {name} first"
         )
+    owner = next((site for site, other in registered.items() if other == key and site != name), None)
+    if owner is not None:
+        raise UserError(f"{request} is a request of {name} with the key of {owner}: each site makes a key of its own")
     for revoked in server.glob(f"{REVOKED}/*.pub"):
         if keys.read_public(revoked) == key:
             raise UserError(
@@ -119,7 +136,7 @@ def answer_request(request: Path, folder: Path, consortium: Consortium) -> list[
             )
     _make_private_folder(public.parent)
     _write_text(public, keys.public_text(key))
-    _write_fingerprints(folder)
+    _write_lists(folder)
     return [
         f"{name}: its key is {key_fingerprint(key)}; compare this with the site by telephone",
         f"copy {server / SITES} to the server, and call fedssl provision register SERVER-FOLDER there if it runs",
@@ -138,13 +155,13 @@ def revoke(name: str, folder: Path) -> list[str]:
         registered = ", ".join(sorted(path.stem for path in (server / SITES).glob("*.pub")))
         raise UserError(f"no site {name!r} has a key in {folder}: sites with a key are {registered or 'none'}")
     _make_private_folder(server / REVOKED)
-    number = len(list((server / REVOKED).glob(f"{name}-*.pub"))) + 1
-    public.rename(server / REVOKED / f"{name}-{number}.pub")
-    _write_fingerprints(folder)
+    public.rename(server / REVOKED / f"{name}-{len(_revoked(server, name)) + 1}.pub")
+    _write_lists(folder)
     return [
         f"{name}: its key is no longer in {server / SITES}",
-        f"copy {server / SITES} to the server (remove {name}.pub there), and call fedssl provision register "
-        "SERVER-FOLDER there: it applies this to the running server at once; a server that starts does so by itself",
+        f"at the server, replace sites/ by {server / SITES} (or delete {name}.pub there and copy {MANIFEST}), and call "
+        "fedssl provision register SERVER-FOLDER: it prints who is in and who is out, and applies this to the running "
+        "server at once; a server that starts does so by itself",
     ]
 
 
@@ -152,28 +169,38 @@ def _prepare_server(consortium: Consortium, folder: Path, authority: Authority, 
     done = []
     is_new = not (folder / "start.sh").exists()
     _write_authority_certificate(folder / "ca.crt", authority)
-    public: PublicKey | None = None
-    if (is_new and not keys_at_sites) or (folder / "server.key").exists():
-        public = keys.server_key(folder / "server.key").public_key()
-    elif (folder / "server.crt").exists():  # the server has its key
-        certified = certificates.read_certificate(folder / "server.crt").public_key()
-        if not isinstance(certified, PublicKey):
-            kind = type(certified).__name__
-            raise UserError(f"{folder / 'server.crt'} must be for a key on an elliptic curve, got {kind}")
-        public = certified
+    if is_new and not keys_at_sites:
+        keys.server_key(folder / "server.key")
+    public, last = _server_public(folder), authority.certificate.not_valid_after_utc
+    if last - datetime.now(timezone.utc) < timedelta(days=RENEWAL_DAYS):
+        advice = "provision the consortium anew in another folder before, and give every site the new ca.crt"
+        done.append(f"authority: its certificate ends on {last:%Y-%m-%d}, and the server's with it: {advice}")
     if public is None:
         done.append("server: its key is made at the server: fedssl provision request SERVER-FOLDER, then answer")
-    elif reason := certificates.needs_renewal(folder / "server.crt", consortium.server.address):
+    elif reason := certificates.needs_renewal(folder / "server.crt", consortium.server.address, last):
         issued = _issue_certificate(folder, authority, public, consortium)
         done.append(
             f"server: wrote server.crt, valid until {issued.not_valid_after_utc:%Y-%m-%d} ({reason}); "
             "copy it to the server and restart the server"
         )
-    unit = _write_member_files(folder, consortium, "server", f"Server of {consortium.name} (fedssl)")
+    unit = _write_member_files(folder, consortium, "server", None, f"Server of {consortium.name} (fedssl)")
     about = {"consortium": consortium.name, "server": consortium.server, "clients": len(consortium.sites)}
     _fill(folder / "STEPS.md", "server_steps.md", **about, unit=unit, has_key=public is not None)
     _fill(folder / "start.sh", "server_start.sh", **about)
     return done
+
+
+def _server_public(folder: Path) -> PublicKey | None:
+    """Return the public key of the server as its folder here tells it; None if it has none yet."""
+    if (folder / "server.key").exists():
+        return keys.server_key(folder / "server.key").public_key()
+    if not (folder / "server.crt").exists():
+        return None
+    certified = certificates.read_certificate(folder / "server.crt").public_key()  # the server has its key
+    if not isinstance(certified, PublicKey):
+        kind = type(certified).__name__
+        raise UserError(f"{folder / 'server.crt'} must be for a key on an elliptic curve, got {kind}")
+    return certified
 
 
 def _prepare_site(
@@ -181,7 +208,7 @@ def _prepare_site(
 ) -> list[str]:
     name = consortium.sites[client]
     site, public = folder / name, folder / "server" / SITES / f"{name}.pub"
-    if list((folder / "server").glob(f"{REVOKED}/{name}-*.pub")) and not public.exists():
+    if _revoked(folder / "server", name) and not public.exists():
         return [f"{name}: its key is revoked; for a new one: fedssl provision request, then answer"]
     if public.exists() and not site.exists():
         return []  # the site has its folder, which was deleted here
@@ -190,7 +217,7 @@ def _prepare_site(
     _write_authority_certificate(site / "ca.crt", authority)
     if not (site / "site.yaml").exists():  # the site may have changed it
         _fill(site / "site.yaml", "site.yaml", site=name, client=client)
-    unit = _write_member_files(site, consortium, name, f"{name} in {consortium.name} (fedssl)")
+    unit = _write_member_files(site, consortium, name, client, f"{name} in {consortium.name} (fedssl)")
     about = {"consortium": consortium.name, "site": name}
     _fill(site / "STEPS.md", "site_steps.md", **about, unit=unit, has_key=has_key or public.exists())
     done = []
@@ -198,17 +225,17 @@ def _prepare_site(
         key = keys.site_key(site / "site.key").public_key()
         if not public.exists():
             _write_text(public, keys.public_text(key))
-        done.append(f"{name}: client {client}, key {key_fingerprint(key)}")
+        done.append(f"{name}: client {client}, key {key_fingerprint(keys.read_public(public))}")
     elif not public.exists():
         done.append(f"{name}: client {client}; its key is made at the site: fedssl provision request, then answer")
     _fill(site / "start.sh", "site_start.sh", **about, server=consortium.server)
     return done
 
 
-def _write_member_files(folder: Path, consortium: Consortium, name: str, description: str) -> str:
+def _write_member_files(folder: Path, consortium: Consortium, name: str, client: int | None, description: str) -> str:
     """Write `member.yaml` and the systemd unit of a site or the server; return the unit's name."""
-    member = Member(consortium=consortium.name, name=name, server=consortium.server)
-    _write_text(folder / MEMBER_FILE, yaml.safe_dump(member.model_dump(), sort_keys=False))
+    member = Member(consortium=consortium.name, name=name, server=consortium.server, client=client)
+    _write_text(folder / MEMBER_FILE, yaml.safe_dump(member.model_dump(exclude_none=True), sort_keys=False))
     unit = f"fedssl-{consortium.name}-{name}.service"
     _fill(folder / unit, "systemd.service", description=description, folder=name)
     return unit
@@ -216,7 +243,7 @@ def _write_member_files(folder: Path, consortium: Consortium, name: str, descrip
 
 def _issue_certificate(server: Path, authority: Authority, key: PublicKey, consortium: Consortium) -> x509.Certificate:
     issued = authority.issue(key, consortium.server.address, consortium.valid_days)
-    write_atomically(server / "server.crt", issued.public_bytes(Encoding.PEM))
+    _write_text(server / "server.crt", issued.public_bytes(Encoding.PEM).decode())
     return issued
 
 
@@ -227,10 +254,26 @@ def _write_authority_certificate(path: Path, authority: Authority) -> None:
     _write_text(path, data.decode())
 
 
-def _write_fingerprints(folder: Path) -> None:
+def _registered(folder: Path) -> dict[str, PublicKey]:
+    """Return the keys of the sites that have one, in the order of their client numbers."""
+    paths = {name: folder / "server" / SITES / f"{name}.pub" for name in _known_sites(folder)}
+    return {name: keys.read_public(path) for name, path in paths.items() if path.exists()}
+
+
+def _revoked(server: Path, name: str) -> list[Path]:
+    """Return the files of a site's revoked keys, NAME-NUMBER.pub; another site's name may begin with this one."""
+    return [path for path in server.glob(f"{REVOKED}/{name}-*.pub") if path.stem.rpartition("-")[0] == name]
+
+
+def _write_lists(folder: Path) -> None:
+    """Write the sites' keys into the page for telephone calls, and into the manifest that the server obeys."""
     certificate = certificates.read_certificate(folder / "authority" / "ca.crt")
-    paths = sorted((folder / "server" / SITES).glob("*.pub"))
-    fingerprints = {path.stem: key_fingerprint(keys.read_public(path)) for path in paths}
+    fingerprints = {name: key_fingerprint(key) for name, key in _registered(folder).items()}
+    manifest = yaml.safe_dump(
+        {"sites": {name: fingerprints.get(name) for name in _known_sites(folder)}}, sort_keys=False
+    )
+    about = "# Written by fedssl provision: the sites in the order of their client numbers, from 0, with their keys.\n"
+    _write_text(folder / "server" / SITES / MANIFEST, about + manifest)
     name = certificate.subject.rfc4514_string().removeprefix("CN=")
     authority = certificates.certificate_fingerprint(certificate)
     _fill(folder / "fingerprints.md", "fingerprints.md", consortium=name, authority=authority, keys=fingerprints)
@@ -240,7 +283,7 @@ def _known_sites(folder: Path) -> list[str]:
     """Return the sites of a provisioned folder in the order of their client numbers; none if there is no folder."""
     path = folder / "authority" / "sites.txt"
     try:
-        return read_regular_file(path, 2**20).decode().split()
+        return read_regular_file(path, 2**20, own=True).decode().split()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
@@ -249,7 +292,7 @@ def _known_sites(folder: Path) -> list[str]:
 
 def _read_request(path: Path) -> tuple[str, PublicKey]:
     """Return the name and the public key of a request. Its signature shows that the sender has the private key."""
-    data = keys.read_file(path, "the request")
+    data = keys.read_file(path, "the request", own=False)
     try:
         request = x509.load_pem_x509_csr(data)
         names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)

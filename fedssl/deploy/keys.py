@@ -5,8 +5,6 @@ The server's key and the authority's are PEM files on the curve P-256, a site's 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import secrets
 from contextlib import suppress
@@ -18,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..errors import UserError
 from ..run_folder.storage import cannot_write, sync_path
-from ..untrusted import read_regular_file
+from ..untrusted import read_regular_file, refuse_shared
 
 PrivateKey = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
@@ -99,15 +97,20 @@ def read_public(path: Path) -> PublicKey:
     return key
 
 
-def key_fingerprint(key: PublicKey) -> str:
-    """Return a public key's fingerprint as `ssh-keygen -l` prints it: SHA256 and the digest in base64."""
-    blob = base64.b64decode(public_text(key).split()[1])
-    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
-
-
-def read_file(path: Path, name: str) -> bytes:
-    """Return the content of at most 1 MiB; `name` is its kind in a UserError's text, such as "the private key"."""
+def require_own(path: Path) -> None:
+    """Raise UserError for a file or folder that is missing, or that other users can write."""
     try:
-        return read_regular_file(path, 2**20)
+        refuse_shared(path, path.stat())
+    except OSError as error:
+        raise UserError(f"{path} cannot be used: {error.strerror}") from error
+
+
+def read_file(path: Path, name: str, own: bool = True) -> bytes:
+    """Return the content of at most 1 MiB; `name` is its kind in a UserError's text, such as "the private key".
+
+    Unless `own` is False, other users must not be able to write the file.
+    """
+    try:
+        return read_regular_file(path, 2**20, own)
     except OSError as error:
         raise UserError(f"{name} {path} cannot be read: {error.strerror}") from error

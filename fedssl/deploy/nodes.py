@@ -15,12 +15,13 @@ from importlib import import_module
 from pathlib import Path
 
 from ..engines.flower.site import count_own_images, load_site
+from ..engines.flower.site_keys import MANIFEST, SITES, VARIABLE
 from ..errors import UserError
 from ..run_folder.creation import alone_in
-from ..untrusted import expand_home
+from ..untrusted import expand_home, printable
 from .certificates import require_authority, require_server
 from .flower_commands import fork, run
-from .keys import read_site_key
+from .keys import read_site_key, require_own
 from .limits import limit_superlink
 from .reverse_proxy import write_reverse_proxy
 
@@ -48,6 +49,7 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
     command = ["flower-superlink", "--host", host, "--port", str(port)]
     command += ["--database", str(_existing(folder, "make the SuperLink's folder first") / "superlink.db")]
     command += ["--disable-runtime-dependency-installation"]  # it would call uv, which needs the network
+    environment = _environment()
     if insecure:
         if reverse_proxy is not None:
             raise UserError("--reverse-proxy needs TLS: leave out --insecure or --reverse-proxy")
@@ -57,14 +59,18 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
         files = {"--ssl-ca-certfile": "ca.crt", "--ssl-certfile": "server.crt", "--ssl-keyfile": "server.key"}
         for option, name in files.items():
             command += [option, str(_existing(folder / name, "TLS needs it, and docs/deploy.md says how to make it"))]
+        database = folder / "superlink.db"  # also holds the registered keys
+        if database.exists():
+            require_own(database)
         require_server(folder / "server.crt", folder / "server.key", folder / "ca.crt", host)
         command += ["--enable-supernode-auth"]
+        environment[VARIABLE] = str(folder.absolute() / SITES / MANIFEST)
     with alone_in(folder, "another SuperLink keeps its database in this folder: stop it, or name another folder"):
         _require_free_port(host, port)
         if reverse_proxy is not None:
             path = write_reverse_proxy(folder.absolute(), reverse_proxy, host, port)
             print(f"fedssl: the reverse proxy's configuration is written; start it with: nginx -c {path}", flush=True)
-        return run(command, _environment(), [*_APP_MODULES, *_LATE_MODULES], limit_superlink)
+        return run(command, environment, [*_APP_MODULES, *_LATE_MODULES], limit_superlink)
 
 
 def supernode(
@@ -186,4 +192,4 @@ def _free_port() -> int:
 
 
 def _print_error(text: str) -> None:
-    print(f"fedssl: {text}", file=sys.stderr, flush=True)
+    print(f"fedssl: {printable(text)}", file=sys.stderr, flush=True)

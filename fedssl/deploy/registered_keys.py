@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -14,39 +15,52 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+from ..engines.flower.site_keys import MANIFEST, key_fingerprint, read_manifest
 from ..errors import UserError
 from ..run_folder.storage import make_folder, write_atomically
-from .keys import read_public
+from .keys import read_public, require_own
+
+
+class _Site(NamedTuple):
+    """A site whose key the server accepts: its name, and what is said of it."""
+
+    name: str
+    about: str
 
 
 def register_keys(keys: Path, address: str, certificate: Path, superlink: int | None = None) -> list[str]:
     """Register the keys of a folder, files NAME.pub, at a SuperLink, and unregister all others; return a line for each.
 
-    The SuperLink's `address` is host:port, reached from its own machine; `certificate` is its authority's. If its
-    process id `superlink` is given, wait up to 180 s until it listens, as long as the process runs.
+    Keys that are not in the folder's manifest are not registered. The lines say by site who is in, new or out. The
+    SuperLink's `address` is host:port, reached from its own machine; `certificate` is its authority's. If its process
+    id `superlink` is given, wait up to 180 s until it listens, as long as the process runs.
 
     Raises:
-        UserError: the SuperLink is not reached, refuses the request, or has ended; a file is not a public key.
+        UserError: the SuperLink is not reached, refuses the request, or has ended; a file is not a public key; a key of
+            the manifest is missing; other users can write the folder or a file in it.
     """
-    wanted = {public_key_to_bytes(read_public(path)): path.stem for path in sorted(keys.glob("*.pub"))}
+    wanted, done = _accepted(keys)
     interceptors = [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
-    done = []
     try:
         authority = str(certificate.absolute())
         with ControlHttpClient.from_server_address(address, False, authority, interceptors=interceptors) as client:
-            present = {
-                public_key_to_bytes(load_pem_public_key(node.public_key)): node.node_id  # type: ignore[arg-type]
-                for node in _list_nodes(client, superlink)
-                if node.status != "unregistered"
-            }
-            for key, node in present.items():
-                if key not in wanted:
-                    client.UnregisterNode(UnregisterNodeRequest(node_id=node))
-                    done.append(f"unregistered the key of node {node}, which is not in {keys}")
-            for key, name in wanted.items():
-                if key not in present:
-                    client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
-                    done.append(f"registered the key of {name}")
+            nodes: dict[bytes, Any] = {}
+            for node in _list_nodes(client, superlink):
+                public: Any = load_pem_public_key(node.public_key)
+                nodes[public_key_to_bytes(public)] = node
+                if node.status != "unregistered" and public_key_to_bytes(public) not in wanted:
+                    client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
+                    name = node.name or f"node {node.node_id}"
+                    done.append(f"out:     {name}, key {key_fingerprint(public)}: unregistered")
+            for key, site in wanted.items():
+                if key not in nodes:
+                    client.RegisterNode(RegisterNodeRequest(public_key=key, name=site.name))
+                    done.append(f"new:     {site.name}, {site.about}")
+                elif nodes[key].status != "unregistered":
+                    done.append(f"in:      {site.name}, {site.about}")
+                else:  # Flower keeps it for ever, and registers it no more
+                    advice = "the site must make a new key (fedssl provision revoke, request and answer)"
+                    done.append(f"refused: {site.name}, {site.about}: it was unregistered earlier; {advice}")
     except (httpx.HTTPError, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, httpx.HTTPStatusError):
@@ -56,6 +70,35 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
             "SuperLink's machine while it runs"
         ) from error
     return done
+
+
+def _accepted(folder: Path) -> tuple[dict[bytes, _Site], list[str]]:
+    """Return the sites whose keys a folder of public keys and its manifest both name, and lines on all others."""
+    require_own(folder)
+    public = {path.stem: read_public(path) for path in sorted(folder.glob("*.pub"))}
+    texts = {name: f"key {key_fingerprint(key)}" for name, key in public.items()}
+    if not (folder / MANIFEST).exists():
+        sites = {public_key_to_bytes(key): _Site(name, texts[name]) for name, key in public.items()}
+        return sites, [
+            f"warning: there is no {folder / MANIFEST}: every key of the folder is accepted, and a site can take part "
+            "with another's client number; call fedssl provision FILE at the coordinator and copy the folder again"
+        ]
+    listed = read_manifest(folder / MANIFEST).sites
+    missing = [name for name, key in listed.items() if key and name not in public]
+    if missing:
+        raise UserError(
+            f"{folder / missing[0]}.pub is missing, but {MANIFEST} has its key: copy the whole folder again from the "
+            f"coordinator; to shut a site out, write null for its key in {MANIFEST}"
+        )
+    sites, lines = {}, []
+    for name, key in public.items():
+        if listed.get(name) == key_fingerprint(key):
+            sites[public_key_to_bytes(key)] = _Site(name, f"client {list(listed).index(name)}, {texts[name]}")
+        else:
+            reason = "it was revoked or belongs elsewhere; delete the file"
+            lines.append(f"refused: {folder / name}.pub, {texts[name]}: it is not in {MANIFEST}: {reason}")
+    lines += [f"no key:  {name}, client {client}" for client, name in enumerate(listed) if listed[name] is None]
+    return sites, lines
 
 
 def write_connection(folder: Path, address: str, certificate: Path) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..engines.flower.site import SiteOptions, count_own_images, load_site
+from ..engines.flower.site_keys import key_fingerprint
 from ..errors import UserError
 from ..untrusted import quoted
-from .certificates import RENEWAL_DAYS, certificate_fingerprint, read_certificate, require_authority
-from .consortium import Member, load_member
-from .keys import key_fingerprint, read_site_key
+from .certificates import certificate_fingerprint, read_certificate, require_authority
+from .consortium import RENEWAL_DAYS, Member, load_member
+from .keys import read_site_key
 
 _CONNECT_SECONDS = 10.0
 _LARGEST_CLOCK_DIFFERENCE = 5.0  # Flower refuses a request whose time is more than 5 s ahead, or 300 s behind
@@ -52,6 +53,9 @@ def check_site(folder: Path) -> list[Check]:
         site = load_site(folder / "site.yaml")
     except UserError as error:
         return [*checks, Check("site.yaml", str(error), "correct site.yaml")]
+    if member.client not in (None, site.client):
+        finding = f"client is {site.client}, but {member.name} is client {member.client} of {member.consortium}"
+        checks.append(Check("site.yaml", finding, f"set client: {member.client}: the server refuses another number"))
     checks += [
         _guarded("device", "change device in site.yaml", lambda: _device(site)),
         _guarded(

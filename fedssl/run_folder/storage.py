@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,6 +27,8 @@ from ..untrusted import open_regular_file, printable, read_regular_file
 #: files flushed or removed at the same time. Flushing a hundred files took three quarters of the time that it took one
 #: after another, and less than half while others wrote to the disk, because the disk joins concurrent requests.
 _AT_A_TIME = 8
+#: a text that a spreadsheet would compute, and one that was kept from that
+_FORMULA = re.compile("'*[=+@-].")
 #: the safetensors names of the dtypes
 _DTYPES = {
     **{torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"},
@@ -124,12 +127,26 @@ def digest_of(path: Path, length: int | None = None) -> str:
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
     """Return rows as the text of a CSV file; the first one is usually the header.
 
-    Control characters in a text are escaped, see `printable`, so each row is one line for every reader.
+    Control characters in a text are escaped, see `printable`, so each row is one line for every reader. A text that a
+    spreadsheet would compute as a formula gets an apostrophe before it, which `read_csv` takes away.
     """
     text = io.StringIO()
-    cells = ([printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    cells = ([_as_text(printable(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows)
     csv.writer(text, lineterminator="\n").writerows(cells)
     return text.getvalue()
+
+
+def _as_text(cell: str) -> str:
+    if not _FORMULA.match(cell):
+        return cell
+    with suppress(ValueError):
+        float(cell)
+        return cell
+    return f"'{cell}"
+
+
+def _as_read(cell: str) -> str:
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
 def read_csv(path: Path, length: int | None = None) -> list[dict[str, str]]:
@@ -147,12 +164,14 @@ def read_csv(path: Path, length: int | None = None) -> list[dict[str, str]]:
         return []
     text = data[: data.rfind(b"\n") + 1].decode()
     try:
-        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        reader.fieldnames = [_as_read(name) for name in reader.fieldnames or ()]
+        rows = list(reader)
     except csv.Error as error:
         raise ValueError(str(error)) from error
     if any(None in row or None in row.values() for row in rows):
         raise ValueError("a row has more or fewer cells than the header")
-    return rows
+    return [{name: _as_read(cell) for name, cell in row.items()} for row in rows]
 
 
 def write_message(path: Path, message: Message, flush: bool = True) -> str:

@@ -126,6 +126,12 @@ def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> Recor
     if task["version"] != __version__:
         problem = f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}"
         raise UserError(f"{problem}: install the same version everywhere")
+    if (expected := task.get("client", site.client)) != site.client:
+        problem = (
+            f"its site file names client {site.client}, but the server has registered its key for client {expected}: "
+            f"set client: {expected} in the site's file, or use the key of the site that is client {site.client}"
+        )
+        raise UserError(problem)
     form = DataForm.of(site.federation, site.client)
     if fault := form.misfit(DataForm.model_validate(config_of(content, "expected"))):
         raise UserError(fault)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,7 @@ from ...federation import Federation
 from ...recipe.rules import public_image_users
 from ..observers import Observer
 from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, NodeAnswer, config_of, growing_pauses
+from .site_keys import bound_clients, manifest_path, read_manifest
 
 _REGISTRATION_SECONDS = 5.0  # that a round waits for a node that has just connected, where it lacks a client
 _ASK_AGAIN_SECONDS = 30.0
@@ -106,11 +108,21 @@ class ConnectedClients:
         self._expected = DataForm.of(federation)
         if not federation.recipe.objective.needs_labels:  # each site may have classes of its own
             self._expected = self._expected.model_copy(update={"classes": []})
+        self._manifest = manifest_path()  # binds the sites' keys to clients' numbers
+        self._bound: dict[int, int] = {}  # by node, the client that its key is registered for
         self._forms: dict[int, DataForm] = {}  # of clients whose classes were compared
         self._left_out: dict[int, tuple[int | None, str]] = {}  # the client, if known, and the reason, by node
 
     def require_enough(self) -> None:
         """Wait for all clients before a run begins; raise UserError if too few connect in time whose data fit."""
+        if self._manifest is not None and not self._manifest.exists():
+            self._progress.warn(
+                f"the clients' numbers are not bound to the sites' keys: there is no {self._manifest}, so a site can "
+                "take part with the number of another (docs/deploy.md says how to write this file)"
+            )
+            self._manifest = None
+        if self._manifest is not None:
+            read_manifest(self._manifest)  # a wrong one is told before anyone is asked
         clients = len(self._federation.client_rows)
         self._wait(set(range(clients)), self._options.connect_seconds)
         missing = sorted(set(range(clients)) - self.nodes.keys())
@@ -159,14 +171,32 @@ class ConnectedClients:
         due = [node for node in connected if time.monotonic() >= self._ask_at.get(node, 0.0)]
         if not due:
             return False
-        question = ConfigRecord({"run": self.run, "version": __version__})
-        seconds = self._options.connect_seconds + self._options.round_seconds  # the next look may be a round later
-        expected = ConfigRecord(self._expected.model_dump())
-        contents = {node: RecordDict({"task": question, "expected": expected}) for node in due}
-        self._waiting |= self.messenger.send("query", contents, 0, seconds)
         first_time = any(node not in self._ask_at for node in due)
         self._ask_at |= dict.fromkeys(due, float("inf"))
+        bound = self._read_bound(due)
+        contents, expected = {}, ConfigRecord(self._expected.model_dump())
+        for node in due:
+            question: dict[str, Any] = {"run": self.run, "version": __version__}
+            client = bound.get(node, "it is no longer connected")
+            if isinstance(client, str):
+                self._leave_out(node, client)
+                continue
+            if client is not None:
+                self._bound[node] = question["client"] = client  # so that an honest site tells its own log
+            contents[node] = RecordDict({"task": ConfigRecord(question), "expected": expected})
+        seconds = self._options.connect_seconds + self._options.round_seconds  # the next look may be a round later
+        if contents:
+            self._waiting |= self.messenger.send("query", contents, 0, seconds)
         return first_time
+
+    def _read_bound(self, due: list[int]) -> dict[int, int | str | None]:
+        """Return the client of each node's key, or why it has none; None for nodes where nothing binds keys."""
+        if self._manifest is None:
+            return dict.fromkeys(due)
+        try:
+            return bound_clients(self.messenger.grid, self._manifest)
+        except UserError as error:  # it was changed while the run goes on
+            return dict.fromkeys(due, str(error))
 
     def _register(self, answer: NodeAnswer) -> None:
         """Register a node's client as connected, or warn why it is left out."""
@@ -178,6 +208,8 @@ class ConnectedClients:
         if answer.content is not None:
             if not is_client:
                 failure = f"its client number is invalid: expected 0 to {clients - 1}, got {str(k)[:100]}"
+            elif k != self._bound.get(answer.node, k):
+                failure = f"it answers as client {k}, but its key is registered for client {self._bound[answer.node]}"
             elif self.nodes.get(k, answer.node) != answer.node:
                 failure = (
                     f"its site file names client {k}, but node {self.nodes[k]} is already client {k}: "
@@ -187,11 +219,13 @@ class ConnectedClients:
                 self.nodes[k] = answer.node
                 self._left_out.pop(answer.node, None)
                 return
-        self._ask_at[answer.node] = time.monotonic() + _ASK_AGAIN_SECONDS
-        reason = (k if is_client and k not in self.nodes else None, str(failure))
-        if self._left_out.get(answer.node) != reason:  # it is asked again and again
-            self._left_out[answer.node] = reason
-            self._progress.warn(f"node {answer.node} is left out: {failure}")
+        self._leave_out(answer.node, str(failure), k if is_client and k not in self.nodes else None)
+
+    def _leave_out(self, node: int, failure: str, client: int | None = None) -> None:
+        self._ask_at[node] = time.monotonic() + _ASK_AGAIN_SECONDS
+        if self._left_out.get(node) != (client, failure):  # it is asked again and again
+            self._left_out[node] = (client, failure)
+            self._progress.warn(f"node {node} is left out: {failure}")
 
     def _data_fault(self, client: int, content: RecordDict) -> str | None:
         """Return why a client's images leave it out, if they do; an honest site has found that itself."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints
 from torch import Tensor
 
 from ...data.datasets import load_dataset
@@ -20,11 +20,11 @@ from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...models.weights import ModelOptions
-from ...options import Options, explain_errors
+from ...options import Options, read_options
 from ...recipe.recipe import Recipe
 from ...run_folder.directory import client_file
 from ...run_folder.storage import read_message, write_atomically, write_message
-from ...untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
+from ...untrusted import expand_home
 
 _CHECKED_SIZE = 32  # pixels a side
 _MEASURE = "evaluation/"  # before the name of a measure in an answer
@@ -52,21 +52,8 @@ class SiteOptions(Options):
 
 def load_site(path: str | Path) -> SiteOptions:
     """Return the options in a site's file."""
-    path = expand_home(path)
-    try:
-        text = read_regular_file(path, MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the site's file {path} cannot be read: {error}") from error
-    values = parse_yaml(text, f"the site's file {path}")
-    if not isinstance(values, dict):
-        raise UserError(
-            f"the site's file {path} must hold keys with values, such as client: 0 and state: FOLDER; "
-            f"got {type(values).__name__}"
-        )
-    try:
-        return SiteOptions.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"{path}: {'; '.join(explain_errors(error, SiteOptions))}") from error
+    hint = "it holds keys with values, such as client: 0 and state: FOLDER"
+    return read_options(path, SiteOptions, "the site's file", hint)
 
 
 def count_own_images(site: SiteOptions) -> int | None:

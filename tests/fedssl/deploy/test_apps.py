@@ -196,12 +196,15 @@ def test_the_sites_file_is_read_again_for_every_app(content, approved, tmp_path)
     [
         ({"fab_hash": "0" * 64}, "the server calls the app"),
         ({"fab_id": "fedssl/other"}, "the server calls the app fedssl/other 1.0.0, but it is"),
-        ({"fab_version": "2.0.0"}, "2.0.0, but it is"),
+        ({"fab_version": "2.0.0\x1b[2J"}, "2.0.0\x1b[2J, but it is"),
         ({"primary_task_type": TaskType.AGENT_APP}, "the server asks for an agent"),
     ],
 )
-def test_an_approved_app_that_the_server_describes_as_another_is_refused(described, expected, content, approved):
+def test_an_approved_app_that_the_server_describes_as_another_is_refused(
+    described, expected, content, approved, capsys
+):
     assert expected in SuperNode(content, **described).refusal(approved(digest(content)))
+    assert expected.replace("\x1b", "\\x1b") in capsys.readouterr().err
 
 
 def test_other_content_under_an_approved_digest_is_refused(content, other_content, approved):

@@ -18,8 +18,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedssl.deploy.certificates import Authority, read_certificate
 from fedssl.deploy.consortium import Consortium, load_consortium, load_member
-from fedssl.deploy.folders import answer_request, revoke, write_request
-from fedssl.deploy.keys import key_fingerprint, read_public, server_key, site_key, write_private
+from fedssl.deploy.folders import answer_request, provision, revoke, write_request
+from fedssl.deploy.keys import read_public, server_key, site_key, write_private
+from fedssl.engines.flower.site import load_site
+from fedssl.engines.flower.site_keys import key_fingerprint, read_manifest
 from fedssl.errors import UserError
 from tests.fedssl.engines.short_runs import everything
 
@@ -35,7 +37,8 @@ def test_each_member_gets_its_files_for_its_user_alone_and_no_other_members_key(
     folder = provisioned()
     files = {"ca.crt", "member.yaml", "start.sh", "STEPS.md"}
     server = {"server.crt", "server.key", "sites/hospital-a.pub", "sites/hospital-b.pub"}
-    expected = {f"server/{name}" for name in (files | server | {"fedssl-our-consortium-server.service"})}
+    server |= {"sites/manifest.yaml", "fedssl-our-consortium-server.service"}
+    expected = {f"server/{name}" for name in files | server}
     for site in ("hospital-a", "hospital-b"):
         own = files | {"site.key", "site.yaml", f"fedssl-our-consortium-{site}.service"}
         expected |= {f"{site}/{name}" for name in own}
@@ -108,7 +111,8 @@ def test_the_same_call_again_changes_nothing_and_a_site_added_later_gets_a_folde
     assert everything(folder) == before
     provisioned(sites=["hospital-a", "hospital-b", "hospital-c"])
     after = everything(folder)
-    changed = {"authority/sites.txt", "fingerprints.md", "server/start.sh", "server/STEPS.md"}
+    changed = {"authority/sites.txt", "fingerprints.md"}
+    changed |= {f"server/{name}" for name in ("sites/manifest.yaml", "start.sh", "STEPS.md")}
     assert {name for name in before if after[name] != before[name]} == changed
     assert "partition.clients=3" in (folder / "server" / "start.sh").read_text()
     added = {name for name in after if name not in before}
@@ -252,7 +256,107 @@ def test_a_forged_request_and_one_of_a_stranger_are_refused(without_keys, consor
     (without_keys / "authority" / "sites.txt").write_text("hospital-b\n")
     with pytest.raises(UserError, match=r"is no site of .*hospital-b.*: add the site to the consortium's file"):
         answer_request(path, without_keys, consortium)
-    assert not list((without_keys / "server" / "sites").iterdir())
+    assert not list((without_keys / "server" / "sites").glob("*.pub"))
+
+
+def stranger(name: str, folder: Path) -> Path:
+    """A request in a member's name with a key that somebody else has made."""
+    folder.mkdir()
+    (folder / "member.yaml").write_text(yaml.safe_dump({"consortium": "c", "name": name, "server": {"address": "h"}}))
+    return write_request(folder)[0]
+
+
+@pytest.mark.parametrize("coordinator_has_the_key", [True, False])
+def test_a_request_in_the_servers_name_with_another_key_is_refused(
+    coordinator_has_the_key, provisioned, consortium, tmp_path
+):
+    folder = provisioned()
+    own, forged = write_request(folder / "server")[0], stranger("server", tmp_path / "elsewhere")
+    if not coordinator_has_the_key:
+        (folder / "server" / "server.key").unlink()
+    before = everything(folder)
+    with pytest.raises(UserError, match=r"the server has the key SHA256:.*, but .* holds SHA256:.*--new-server-key"):
+        answer_request(forged, folder, consortium)
+    assert everything(folder) == before
+    answer_request(own, folder, consortium)
+    if coordinator_has_the_key:  # a later renewal would be for that key
+        with pytest.raises(UserError, match=r"move .*server\.key away and call this again with --new-server-key"):
+            answer_request(forged, folder, consortium, new_server_key=True)
+    else:
+        answer_request(forged, folder, consortium, new_server_key=True)
+        key = server_key(tmp_path / "elsewhere" / "server.key").public_key()
+        assert read_certificate(folder / "server" / "server.crt").public_key() == key
+
+
+def test_a_key_that_is_known_as_another_sites_is_refused(without_keys, consortium):
+    answer_request(write_request(without_keys / "hospital-a")[0], without_keys, consortium)
+    shutil.copy(without_keys / "hospital-a" / "site.key", without_keys / "hospital-b" / "site.key")
+    with pytest.raises(UserError, match="is a request of hospital-b with the key of hospital-a"):
+        answer_request(write_request(without_keys / "hospital-b")[0], without_keys, consortium)
+
+
+def test_the_manifest_has_the_sites_in_their_order_with_the_keys_that_count(provisioned, consortium_file):
+    """The name of one site is the beginning of another's."""
+    folder = provisioned(sites=["site-1", "site"])
+    manifest = folder / "server" / "sites" / "manifest.yaml"
+    prints = {name: key_fingerprint(read_public(folder / f"server/sites/{name}.pub")) for name in ("site-1", "site")}
+    assert list(read_manifest(manifest).sites.items()) == list(prints.items())
+    assert read_manifest(manifest).clients == {prints["site-1"]: 0, prints["site"]: 1}
+    revoke("site-1", folder)
+    assert read_manifest(manifest).sites == {"site": prints["site"], "site-1": None}
+    (folder / "server" / "sites" / "site.pub").unlink()
+    provisioned(sites=["site-1", "site"])
+    assert read_manifest(manifest).clients == {prints["site"]: 1}
+    assert load_member(folder / "site").client == 1
+
+
+def test_another_consortium_in_the_same_folder_is_refused_and_changes_nothing(provisioned, consortium_file):
+    folder = provisioned()
+    before = everything(folder)
+    told = "is the authority of our-consortium, but the consortium's file has name: other: name another folder with"
+    with pytest.raises(UserError, match=told):
+        provisioned(name="other", sites=["hospital-a", "hospital-b", "hospital-c"])
+    request, _ = write_request(folder / "server")
+    request = request.rename(folder.parent / request.name)
+    with pytest.raises(UserError, match=told):
+        answer_request(request, folder, load_consortium(consortium_file(name="other")))
+    assert everything(folder) == before
+
+
+def test_a_certificate_that_ends_with_its_authority_is_not_issued_at_each_call(provisioned, consortium, monkeypatch):
+    monkeypatch.setattr("fedssl.deploy.certificates._AUTHORITY_DAYS", 20)
+    folder = provisioned()
+    before = everything(folder)
+    done = provision(consortium, folder, keys_at_sites=False)
+    assert everything(folder) == before
+    assert done[0].startswith("authority: its certificate ends on ")
+
+
+#: what is trusted, and the call that reads it
+TRUSTED = {
+    **dict.fromkeys(["authority/ca.key", "authority/ca.crt", "authority/sites.txt", "server/server.key"], "provision"),
+    **dict.fromkeys(["server/server.crt", "server/sites/hospital-a.pub", "../consortium.yaml"], "provision"),
+    **{"server/sites/manifest.yaml": "manifest", "hospital-a/member.yaml": "request", "hospital-a/site.yaml": "site"},
+}
+CALLS = {"manifest": read_manifest, "site": load_site, "request": lambda path: write_request(path.parent)}
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
+def test_a_file_that_is_trusted_and_that_others_can_write_is_refused(mode, provisioned, consortium_file):
+    folder = provisioned()
+    (folder / "server" / "server.key").unlink()  # so that the certificate is read
+    for name, call in TRUSTED.items():
+        path = folder / name
+        if name == "server/server.key":
+            server_key(path)
+        before = path.stat().st_mode
+        path.chmod(mode)
+        with pytest.raises(UserError, match=rf"other users can change it \(mode {mode:04o}\).* chmod go-w ") as caught:
+            CALLS[call](path) if call in CALLS else provision(
+                load_consortium(folder / "../consortium.yaml"), folder, False
+            )
+        assert str(path) in str(caught.value)
+        path.chmod(before)
 
 
 def test_a_revoked_key_is_not_registered_again_and_a_new_one_is(provisioned, consortium):
@@ -294,6 +398,14 @@ def test_the_commands_print_an_example_what_to_compare_and_what_to_do(tmp_path, 
     assert "its key is no longer in made/server/sites" in printed(*revocation)
     assert "sites with a key are none" in printed(*revocation, expected_code=2)
     assert "name the consortium's file" in printed("folders", expected_code=2)
+    write_request(tmp_path / "made" / "server")
+    answer = ("answer", file, "made/server/server.request", "--output", "made")
+    printed(*answer)
+    (tmp_path / "made" / "server" / "server.key").unlink()
+    write_request(tmp_path / "made" / "server")
+    (tmp_path / "made" / "server" / "server.key").unlink()
+    assert "call this again with --new-server-key" in printed(*answer, expected_code=2)
+    assert "wrote made/server/server.crt for the key" in printed(*answer, "--new-server-key")
     out = printed(file, "--output", "other")
     assert out.startswith("server: wrote server.crt, valid until ")
     assert re.search(r"^hospital-a: client 0, key SHA256:\S+\nhospital-b: client 1, key SHA256:", out, re.MULTILINE)
@@ -310,6 +422,7 @@ SERVER = {"address": "localhost"}
     [
         ({"name": "Our Consortium"}, "name"),
         ({"sites": ["a", "b", "a"]}, "each site needs a name of its own, but a occurs more than once"),
+        ({"valid_days": 30}, "valid_days"),
         ({"sites": ["server"]}, "a site cannot be named server: that is the name of another folder"),
         ({"sites": ["../b"]}, "the site's name '../b' is invalid: expected 1 to 40 lower-case letters"),
         ({"sites": ["a-"]}, "the site's name 'a-' is invalid"),

@@ -159,6 +159,7 @@ NO_PEM, NO_KEY = "ca.crt is not a certificate in PEM format", "is not a private 
 STEPS = "see STEPS.md; a key is made with fedssl provision request"
 ANY_APP = "add approved_apps to site.yaml, so that a server that was taken over cannot send other code"
 DRIVER = "install the GPU's driver and a PyTorch with CUDA, or change device in site.yaml"
+OWN_NUMBER = "set client: 0: the server refuses another number"
 NOWHERE = {"name": "npz", "path": "nowhere.npz"}
 
 
@@ -175,6 +176,7 @@ NOWHERE = {"name": "npz", "path": "nowhere.npz"}
         ),
         ({"device": "cuda:0"}, "device", "cuda:0; this machine has ", None if torch.cuda.is_available() else DRIVER),
         ({"approved_apps": None}, "approved apps", "every app that the server sends runs here", ANY_APP),
+        ({"client": 1}, "site.yaml", "client is 1, but hospital-a is client 0 of our-consortium", OWN_NUMBER),
         ({"approved_apps": ["12"]}, "site.yaml", "approved_apps", "correct site.yaml"),
     ],
 )

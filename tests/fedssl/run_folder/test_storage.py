@@ -51,6 +51,27 @@ def test_a_name_of_unknown_origin_stays_one_cell_of_one_line(name, tmp_path):
     assert read_csv(path) == [{"who": printable(name), printable(name): "1"}]
 
 
+def test_a_text_that_a_spreadsheet_would_compute_is_kept_from_it_and_read_as_it_was(tmp_path):
+    texts = ["=HYPERLINK(1)", "+1+1", "-a", "@SUM(A1)", "'=1+1", "'a", "=\x1b", "-", "-1.5", "+1e-3", "-inf", "a=b"]
+    (tmp_path / "file.csv").write_text(text := csv_text([["=who", "x"], *([one, "1"] for one in texts)]))
+    stored = [
+        "'=HYPERLINK(1)",
+        "'+1+1",
+        "'-a",
+        "'@SUM(A1)",
+        "''=1+1",
+        "'a",
+        "'=\\x1b",
+        "-",
+        "-1.5",
+        "+1e-3",
+        "-inf",
+        "a=b",
+    ]
+    assert text.splitlines() == ["'=who,x", *(f"{one},1" for one in stored)]
+    assert [row["=who"] for row in read_csv(tmp_path / "file.csv")] == [printable(one) for one in texts]
+
+
 @pytest.mark.parametrize(
     "text", ["a,b\n1\n", "a,b\n1,2,3\n", 'a,b\n"1,2\n', "a,b\n1\r2,3\n", "a\n" + "x" * 200_000 + "\n"]
 )

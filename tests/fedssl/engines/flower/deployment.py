@@ -200,9 +200,18 @@ class Deployment:
         return run_flwr(self.folder / "operator", *arguments)
 
     def register(self, *names: str) -> None:
+        """Register keys at the SuperLink, and bind them to clients' numbers in the order of the calls, from 0."""
+        from fedssl.deploy.keys import read_public
+        from fedssl.engines.flower.site_keys import key_fingerprint
+
+        manifest = self.folder / "superlink" / "sites" / "manifest.yaml"
+        manifest.parent.mkdir(exist_ok=True)
+        sites = yaml.safe_load(manifest.read_text())["sites"] if manifest.exists() else {}
         for name in names:
             answer = self.flwr("supernode", "register", f"{self.key(name)}.pub", "test")
             assert answer["success"], answer
+            sites[name] = key_fingerprint(read_public(Path(f"{self.key(name)}.pub")))
+        manifest.write_text(yaml.safe_dump({"sites": sites}, sort_keys=False))
 
     def submit(self, recipe: Recipe, output: Path) -> str:
         from fedssl.deploy.apps import write_app

@@ -68,6 +68,7 @@ class LoopGrid:
 
     def push_messages(self, messages):
         names = []
+        assert messages, "the SuperLink refuses a request without messages"
         for message in messages:
             node, name = message.metadata.dst_node_id, f"message {next(self.numbers)}"
             names.append(name)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+from fedssl.engines.flower import site_keys
 from fedssl.engines.flower.registration import DataForm
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import ALIGNED
-from tests.fedssl.engines.flower.loop_grid import EQUAL, KINDS, WEIGHTS, changed, run_on, start, write_sites
+from tests.fedssl.engines.flower.loop_grid import EQUAL, KINDS, WEIGHTS, LoopGrid, changed, run_on, start, write_sites
 from tests.fedssl.engines.short_runs import SMALL, metric
 
 
@@ -74,6 +80,77 @@ def test_too_few_clients_are_connected(quick, tmp_path):
     recipe = quick(**WEIGHTS, guard={"minimum_answers": 3})
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path)[:2])
     with pytest.raises(UserError, match=r"2 of 3 clients are connected after 10 s .* is 3; not connected: 2; start"):
+        run_on(recipe, directory, grid, rounds=False)
+
+
+# Numbers that are bound to keys
+
+
+SITES = ("hospital-a", "hospital-b", "hospital-c")
+KEYS = {name: ec.generate_private_key(ec.SECP384R1()).public_key() for name in (*SITES, "stranger")}
+PRINTS = {name: site_keys.key_fingerprint(key) for name, key in KEYS.items()}
+
+
+@pytest.fixture
+def bind(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Let a grid's nodes from 11 on have the keys of sites, and write the server's manifest of all three."""
+    manifest = tmp_path / site_keys.MANIFEST
+    monkeypatch.setenv(site_keys.VARIABLE, str(manifest))
+
+    def write(grid: LoopGrid, owners: Iterable[str], keys: dict | None = None) -> None:
+        nodes = [SimpleNamespace(node_id=11 + i, public_key=public_key_to_bytes(KEYS[o])) for i, o in enumerate(owners)]
+        grid.get_nodes = lambda: nodes
+        manifest.write_text(yaml.safe_dump({"sites": keys or {s: PRINTS[s] for s in SITES}}, sort_keys=False))
+
+    return write
+
+
+def test_a_site_with_the_number_of_another_is_refused_and_the_others_key_has_it(bind, quick, tmp_path, capfd):
+    """hospital-c names client 0, and is there before hospital-a."""
+    recipe = quick(**WEIGHTS, rounds=1)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path, own={0: {"client": 0}, 2: {"client": 0}}))
+    grid.get_node_ids = lambda: [13, 12, 11]
+    bind(grid, SITES)
+    told = "its site file names client 0, but the server has registered its key for client 2"
+    first, *others = run_on(recipe, directory, grid)
+    assert first.startswith(f"node 13 is left out: {told}: set client: 2")
+    assert others[0] == "client 2 is not connected: the run begins without it"
+    assert metric(tmp_path / "b", "missing", 1) == {"2": 1.0}
+    assert f"fedssl: this site is left out: {told}" in capfd.readouterr().err
+
+
+def test_a_site_that_lies_about_its_number_or_has_no_bound_key_is_left_out(bind, quick, tmp_path, monkeypatch):
+    """Its own check is switched off; the second has a key that the SuperLink knows and the manifest does not."""
+    recipe = quick(**WEIGHTS, guard={"minimum_answers": 1})
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    changed(lambda content: content["answer"].update(client=0), client=2, kind="query")(grid, monkeypatch)
+    bind(grid, ("hospital-a", "stranger", "hospital-c"))
+    warnings = set(run_on(recipe, directory, grid, rounds=False))
+    assert warnings == {
+        f"node 12 is left out: its key {PRINTS['stranger']} is in no line of {tmp_path / 'manifest.yaml'}",
+        "node 13 is left out: it answers as client 0, but its key is registered for client 2",
+        *(f"client {k} is not connected: the run begins without it" for k in (1, 2)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (None, r"are not bound to the sites' keys: there is no .*manifest\.yaml"),
+        ({"hospital-a": PRINTS["hospital-a"], "hospital-b": PRINTS["hospital-a"]}, "hospital-a and hospital-b have"),
+        ({"hospital-a": "MD5:12"}, "sites.hospital-a: .*got 'MD5:12'"),
+    ],
+)
+def test_a_manifest_that_is_missing_is_told_and_one_that_is_wrong_is_refused(keys, told, bind, quick, tmp_path):
+    recipe = quick(**WEIGHTS)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    bind(grid, SITES, keys)
+    if keys is None:
+        (tmp_path / "manifest.yaml").unlink()
+        [warning] = run_on(recipe, directory, grid, rounds=False)
+        assert re.search(told, warning)
+        return
+    with pytest.raises(UserError, match=told):
         run_on(recipe, directory, grid, rounds=False)
 
 

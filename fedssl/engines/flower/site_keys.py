@@ -1,0 +1,83 @@
+"""The client's number that each site's key is bound to: a file at the server, `manifest.yaml` beside the public keys.
+
+Flower knows a node by its registered key, and a run's process gets the keys of its nodes from the SuperLink. So a site
+cannot take part as another client than the one that the server's manifest gives its key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any
+
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
+from pydantic import Field, StringConstraints, model_validator
+
+from ...options import Options, read_options
+
+#: in the server's folder, the sites' public keys, files NAME.pub, and the manifest beside them
+SITES, MANIFEST = "sites", "manifest.yaml"
+#: the environment variable with which `fedssl superlink` tells the processes of runs where the manifest is
+VARIABLE = "FEDSSL_KEY_MANIFEST"
+
+Fingerprint = Annotated[str, StringConstraints(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
+
+
+class KeyManifest(Options):
+    """The sites in the order of their client numbers, from 0, with their keys' fingerprints."""
+
+    sites: dict[str, Fingerprint | None] = Field(
+        ...,
+        min_length=1,
+        max_length=1000,
+        description="by site, in the clients' order: the fingerprint as ssh-keygen -l prints it; null for no key",
+    )
+
+    @model_validator(mode="after")
+    def _require_different_keys(self) -> KeyManifest:
+        for one, other in combinations([site for site, key in self.sites.items() if key], 2):
+            if self.sites[one] == self.sites[other]:
+                raise ValueError(f"{one} and {other} have the same key: each site needs a key of its own")
+        return self
+
+    @property
+    def clients(self) -> dict[str, int]:
+        """The clients' numbers by their keys' fingerprints."""
+        return {key: client for client, key in enumerate(self.sites.values()) if key is not None}
+
+
+def read_manifest(path: Path) -> KeyManifest:
+    """Read a manifest; raise UserError if it is missing, invalid, or can be written by other users."""
+    hint = "fedssl provision writes it, and docs/deploy.md says how to write it by hand"
+    return read_options(path, KeyManifest, "the manifest of keys", hint)
+
+
+def key_fingerprint(key: EllipticCurvePublicKey) -> str:
+    """Return a public key's fingerprint as `ssh-keygen -l` prints it: SHA256 and the digest in base64."""
+    blob = base64.b64decode(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1])
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def manifest_path() -> Path | None:
+    """Return where the manifest of this process's SuperLink belongs; None where its sites show no keys."""
+    return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+
+
+def bound_clients(grid: Any, path: Path) -> dict[int, int | str | None]:
+    """Return the client's number of each connected node of Flower's grid, or a text that says why it has none.
+
+    Raises:
+        UserError: see `read_manifest`.
+    """
+    clients = read_manifest(path).clients
+    bound: dict[int, int | str | None] = {}
+    for node in grid.get_nodes():
+        key = load_pem_public_key(node.public_key)
+        assert isinstance(key, EllipticCurvePublicKey)  # the SuperLink registers no other
+        fingerprint = key_fingerprint(key)
+        bound[node.node_id] = clients.get(fingerprint, f"its key {fingerprint} is in no line of {path}")
+    return bound
