@@ -10,8 +10,8 @@ from rich.table import Table as TextTable
 from typer import Argument, Exit, Option
 
 from ..errors import UserError
-from ..untrusted import quoted
-from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text
+from ..untrusted import own_parts, quoted
+from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text, trusted
 
 
 def run(
@@ -50,8 +50,10 @@ def run(
         if recipe or output or resume or overwrite or observer:
             raise UserError("--replay RUN takes no other argument or option but --trust")
         print_text("\n".join(replay_step(replay, trust)))
-        slower = f"training.learning_rate={load_recipe(replay / 'recipe.yaml').training.learning_rate / 10:g}"
-        print_next("run", replay / "recipe.yaml", slower, "--output", f"{replay}-slower")
+        again = load_recipe(replay / "recipe.yaml", trust=True)  # its code has run by now
+        slower = f"training.learning_rate={again.training.learning_rate / 10:g}"
+        flag = trusted(bool(own_parts(again.model_dump())))
+        print_next("run", replay / "recipe.yaml", slower, "--output", f"{replay}-slower", *flag)
         return
     observers = [load_observer(file) for file in observer or ()]
     if resume is not None:
@@ -62,7 +64,7 @@ def run(
     else:
         if recipe is None:
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
-        loaded = load_recipe(recipe, overrides or ())
+        loaded = load_recipe(recipe, overrides or (), trust=trust)
         path = output or default_folder(loaded.name, loaded.seed)
         if (preset := loaded.preset) != "none":
             print_text(f"Preset {preset} fills in what the recipe leaves open; `fedssl show` tells what and why.")
@@ -95,6 +97,7 @@ def run_table(
             help="Only list the runs, their cost in FLOPs and in hours on this machine, and the paper's figures.",
         ),
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Run every recipe of a table with every seed, and write the table.
 
@@ -104,13 +107,14 @@ def run_table(
     from ..tables import runner as table_runner
     from ..tables.table import load_table
 
-    loaded = load_table(table)
+    loaded = load_table(table, trust)
     path = output or Path("runs") / loaded.name
     if dry:
         from ..tables.dry_run import dry_run
 
         dry_run(loaded, overrides or (), note=print_text)
-        print_next("run-table", table, *(overrides or ()), *(["--output", str(output)] if output else []))
+        folder = ["--output", str(output)] if output else []
+        print_next("run-table", table, *(overrides or ()), *folder, *trusted(trust))
         return
     if loaded.kind == "resources":
         from ..tables.resources import run_resource_table

@@ -56,7 +56,7 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
         try:
             with _time_limit(float(task.get("seconds", 0.0))):
                 if work is _train:
-                    content = private_answer(load_recipe(recipe_file).flower, message, context, do_work)
+                    content = private_answer(load_recipe(recipe_file, trust=True).flower, message, context, do_work)
                 else:
                     content = do_work()
         except UserError as error:
@@ -73,7 +73,7 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
 def _simulated_site(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
     client = int(dict(node_config)["partition-id"])
     states = SiteStates(Path(recipe_file).parent / "checkpoints", client, prune=False)
-    return Site(build_federation(load_recipe(recipe_file)), client, lambda run: states)
+    return Site(build_federation(load_recipe(recipe_file, trust=True)), client, lambda run: states)
 
 
 def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
@@ -84,7 +84,7 @@ def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) 
             "--node-config 'site=\"/path/site.yaml\"'"
         )
     options = load_site(str(path))
-    federation = site_federation(load_recipe(recipe_file), options)
+    federation = site_federation(load_recipe(recipe_file, trust=True), options)
     return Site(federation, options.client, functools.partial(SiteStates.of_run, options))
 
 
