@@ -51,14 +51,14 @@ def fill_in(name_or_path: str | Path, overrides: Sequence[str], trust: bool) -> 
 
 def refuse_code(names: Iterable[str], source: str) -> None:
     """Raise a UserError that tells which code would be run, if `names` are parts with code that `source` names."""
-    told = []
-    for name in sorted(name for name in names if not is_session_part(name)):  # a session's classes have run already
-        file = own_part_file(name)
-        told.append(f"{name} (in {file})" if file is not None and str(file) != name else name)
+    told = sorted(name for name in names if not is_session_part(name))  # a session's classes have run already
     if told:
+        files = [str(file) for name in told if not name.endswith(".py") and (file := own_part_file(name)) is not None]
+        where = f" ({', '.join(files)})" if files else ""
         raise UserError(
             f"{source} names the part{'s' if len(told) > 1 else ''} {', '.join(told)}, whose code would be run: read "
-            "that code first, and give --trust (in Python trust=True) if you trust it"
+            f"that code first{where}, and give --trust (in Python trust=True) if you "
+            "trust it"
         )
 
 
