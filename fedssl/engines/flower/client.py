@@ -18,11 +18,12 @@ from flwr.clientapp import ClientApp
 
 from fedkernels import __version__
 
-from ...errors import UserError
+from ...errors import SendableError, UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...recipe.reading import load_recipe
 from ..rounds import evaluate_after
+from .failures import failure_reason
 from .privacy import private_answer
 from .registration import DataForm
 from .site import SiteStates, add_evaluation, load_site, site_federation
@@ -59,8 +60,11 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
                     content = private_answer(load_recipe(recipe_file, trust=True).flower, message, context, do_work)
                 else:
                     content = do_work()
-        except UserError as error:
-            content = RecordDict({"failure": ConfigRecord({"reason": str(error)})})
+        except Exception as error:  # Flower would send its text
+            if simulated and not isinstance(error, UserError):
+                raise
+            reason = str(error) if simulated else failure_reason(error)  # a simulated site is the server's own
+            content = RecordDict({"failure": ConfigRecord({"reason": reason})})
         return FlowerMessage(content, reply_to=message)
 
     app.query()(functools.partial(answer, _register))
@@ -91,7 +95,7 @@ def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) 
 def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     if task["version"] != __version__:
         problem = f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}"
-        raise UserError(f"{problem}: install the same version everywhere")
+        raise SendableError(f"{problem}: install the same version everywhere")
     answer = ConfigRecord({"client": site.client, "round": 0})
     return RecordDict({"answer": answer, "data": ConfigRecord(DataForm.of(site.federation, site.client).model_dump())})
 
@@ -117,7 +121,7 @@ def _evaluate(site: Site, task: Mapping[str, Any], content: RecordDict) -> Recor
 def _round_of(site: Site, task: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return the task's round and the one whose state it starts from; None where the client has not taken part yet."""
     if task["client"] != site.client:
-        raise UserError(f"it is client {site.client}, but it got a message for client {task['client']}")
+        raise SendableError(f"it is client {site.client}, but it got a message for client {task['client']}")
     return int(task["round"]), int(task["start"]) if task["start"] >= 0 else None
 
 
@@ -137,7 +141,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop_work(number: int, frame: FrameType | None) -> None:
-        raise UserError(f"its work was stopped after {seconds:g} s, the round's deadline (flower.round_seconds)")
+        raise SendableError(f"its work was stopped after {seconds:g} s, the round's deadline (flower.round_seconds)")
 
     before = signal.signal(signal.SIGALRM, stop_work)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...data.digests import DATA_DIGESTS, data_digests, differences, digests_text, read_digests
 from ...data.options import DataOptions
-from ...errors import UserError
+from ...errors import SendableError, UserError
 from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
 from ...messages import Message
@@ -70,9 +70,9 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
     clients = recipe.partition.clients
     if site.client >= clients:
         problem = f"the site's client is {site.client}, but the recipe has partition.clients={clients}"
-        raise UserError(f"{problem}: expected 0 to {clients - 1}")
+        raise SendableError(f"{problem}: expected 0 to {clients - 1}")
     if site.data is None and recipe.partition.name == "sites":
-        raise UserError(
+        raise SendableError(
             "the site's data is missing: the recipe has partition.name=sites, so each site's file must name its own "
             "images under data"
         )
@@ -101,7 +101,7 @@ class SiteStates:
     def of_run(cls, site: SiteOptions, run: str) -> SiteStates:
         """Return the states of one run, in a folder below `site.state`; raise UserError if its name is invalid."""
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
-            raise UserError(
+            raise SendableError(
                 f"the server's name of the run is invalid: expected 1 to 64 letters, digits, - or _, got {run[:100]!r}"
             )
         folder = expand_home(site.state) / run
@@ -121,7 +121,7 @@ class SiteStates:
             write_atomically(self._folder / DATA_DIGESTS, digests_text(current).encode())
         elif changed := differences(stored, current):
             which = ", ".join(changed)
-            raise UserError(f"its data have changed since it began this run ({which}): put them back as they were")
+            raise SendableError(f"its data have changed since it began this run ({which}): put them back as they were")
 
     def load(self, round_number: int | None) -> Message:
         """Return the state after a round, empty for None; raise UserError if it is missing or damaged."""
