@@ -289,6 +289,9 @@ def embed(
     skip_broken: Annotated[
         bool, Option("--skip-broken", help="Leave out files that cannot be read, and name them.")
     ] = False,
+    follow_links: Annotated[
+        bool, Option("--follow-links", help="Also read what links in IMAGES lead to outside them.")
+    ] = False,
 ) -> None:
     """Write the representations of images, with the images' names, by an exported encoder."""
     from rich.progress import Progress
@@ -306,6 +309,7 @@ def embed(
             device=device,
             window=None if window is None else parse_window(window),
             skip_broken=skip_broken,
+            follow_links=follow_links,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if left_out:

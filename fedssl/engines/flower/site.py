@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +21,10 @@ from ...models.weights import ModelOptions
 from ...options import Options, explain_errors
 from ...recipe.recipe import Recipe
 from ...run_folder.directory import client_file
-from ...run_folder.storage import read_message, write_atomically, write_message
+from ...run_folder.storage import digest_of, read_message, write_atomically, write_message
 from ...untrusted import MOST_BYTES, expand_home, parse_yaml, read_regular_file
 
+_DIGEST = ".sha256"  # the ending of the file with a state's digest
 _MEASURE = "evaluation/"  # before the name of a measure in an answer
 _SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
 _LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
@@ -124,18 +126,31 @@ class SiteStates:
             raise SendableError(f"its data have changed since it began this run ({which}): put them back as they were")
 
     def load(self, round_number: int | None) -> Message:
-        """Return the state after a round, empty for None; raise UserError if it is missing or damaged."""
-        return Message() if round_number is None else read_message(self._path(round_number))
+        """Return the state after a round, empty for None; raise UserError if it is missing, damaged or was changed."""
+        if round_number is None:
+            return Message()
+        path = self._path(round_number)
+        with suppress(FileNotFoundError):  # states of a simulation and of earlier versions have no digest
+            expected = read_regular_file(path.with_suffix(_DIGEST), 64)
+            if digest_of(path).encode() != expected:
+                raise SendableError(
+                    f"its state of round {round_number} was changed since it was written, or is damaged: put it back "
+                    "from a copy, or start a new run"
+                )
+        return read_message(path)
 
     def store(self, round_number: int, state: Message, kept: int | None) -> None:
         """Store a state. The state of the round `kept` stays, as the client may have to train from it again."""
         path = self._path(round_number)
-        write_message(path, state)
-        if self._prune:
-            needed = {path} if kept is None else {path, self._path(kept)}
-            for other in self._folder.glob(f"client-{self._client:04d}.round-*"):
-                if other not in needed:
-                    other.unlink(missing_ok=True)
+        if not self._prune:  # a simulation's states have their digests in the run's manifest
+            write_message(path, state)
+            return
+        path.with_suffix(_DIGEST).unlink(missing_ok=True)  # of an earlier attempt at the round
+        write_atomically(path.with_suffix(_DIGEST), write_message(path, state).encode())
+        needed = {path.stem} if kept is None else {path.stem, self._path(kept).stem}
+        for other in self._folder.glob(f"client-{self._client:04d}.round-*"):
+            if other.stem not in needed:
+                other.unlink(missing_ok=True)
 
     def _path(self, round_number: int) -> Path:
         return self._folder / client_file(self._client, round_number)

@@ -15,11 +15,19 @@ from pydantic import ValidationError
 from fedssl.data.options import DataOptions
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.engines.flower.messenger import Messenger
-from fedssl.engines.flower.site import SiteEvaluation, SiteOptions, evaluation_fault, load_site, site_federation
+from fedssl.engines.flower.site import (
+    SiteEvaluation,
+    SiteOptions,
+    SiteStates,
+    evaluation_fault,
+    load_site,
+    site_federation,
+)
 from fedssl.errors import SendableError, UserError
 from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
+from fedssl.messages import Message
 from fedssl.reports.evaluation import evaluate_run
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
@@ -244,6 +252,29 @@ def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(quick, tm
     run_on(recipe, directory, grid, progress)
     reason = "its data have changed since it began this run (client 1): put them back as they were"
     assert progress.warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_a_state_with_a_flipped_bit_is_not_used_and_one_of_an_earlier_version_is(digest, tmp_path):
+    states = SiteStates(tmp_path, 1, prune=True)
+    written = Message({"online.weight": torch.arange(9.0)}, {"a": 1.0})
+    for number, kept in ((1, None), (2, 1), (3, 2), (2, 1)):
+        states.store(number, written, kept)
+        assert torch.equal(states.load(number).tensors["online.weight"], torch.arange(9.0))
+    assert len(list(tmp_path.iterdir())) == 2  # the state of round 2 and its digest; the others are not needed any more
+    file = tmp_path / "client-0001.round-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    if digest:
+        with pytest.raises(SendableError, match="its state of round 2 was changed since it was written, or is damaged"):
+            states.load(2)
+        file.unlink()
+        with pytest.raises(UserError, match=r"cannot be read as a checkpoint: .*No such file"):
+            states.load(2)
+    else:
+        file.with_suffix(".sha256").unlink()
+        assert states.load(2).numbers == {"a": 1.0}
 
 
 def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(quick, tmp_path, sites, capsys):
