@@ -19,6 +19,8 @@ from .base import PUBLIC_IMAGES, Aggregator, Shape
 
 FACTOR = "alignment.factor"
 KERNEL = "alignment.kernel"
+ROUND = "alignment.round"
+ASKED = "alignment.asked"
 WHITENING = "alignment.whitening"
 
 # Eigenvalues below this fraction of the largest one count as zero, as float32 representations are no more precise.
@@ -94,7 +96,13 @@ class RepresentationMean(Aggregator):
     The targets other than `peers` are controls, whose results were not learned from the peers: `self` is the client's
     own kernel of its previous round, and `untrained` is K-bar of the untrained networks, which never changes. `oracle`
     is the kernel of the encoder in `oracle`, which never changes either: where that was trained on all clients' images
-    in one place, it says how much any peers could give (docs/methods/hetero_ssfl.md). With kernel `frobenius` each K_j
+    in one place, it says how much any peers could give (docs/methods/hetero_ssfl.md).
+
+    With `renew_every` N, clients send their A_j in the opening round and in every Nth round only. Until the Nth round
+    they align to the kernels of the untrained networks, and then N rounds long to those of then. The paper renews them
+    in every round; docs/how_much_can_peers_give.md has what either reached.
+
+    With kernel `frobenius` each K_j
     is divided by its norm, so that a client with large representations does not dominate the others; `half_whitened` is
     (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is exp(-|a_i - a_j|^2 / (2 s^2)) with s = `bandwidth` times the
     median distance (the RBF kernel of Kornblith et al. 2019, section 3), which is sent as an L x L matrix; the term
@@ -110,6 +118,9 @@ class RepresentationMean(Aggregator):
     )
     oracle: str | None = Field(
         None, description="the encoder of target oracle: a folder of fedssl export, or timm:NAME"
+    )
+    renew_every: int = Field(
+        1, ge=1, description="rounds from one renewal of the kernels to the next; the paper renews them in each"
     )
     layer: Layer = Field(
         "predictor", description="layer whose outputs are aligned; the paper has predictor, evaluation uses encoder"
@@ -144,6 +155,11 @@ class RepresentationMean(Aggregator):
             )
         if self.kernel == "gaussian" and self.send == "factor":
             raise UserError("representation_mean.send is factor, but kernel gaussian has none: leave send out")
+        if self.renew_every > 1 and self.target in ("untrained", "oracle"):
+            raise UserError(
+                f"representation_mean.renew_every is {self.renew_every}, but kernels of target {self.target} are never "
+                "renewed: leave renew_every out"
+            )
         if self.weights is None:
             return
         if len(self.weights) != clients:
@@ -154,6 +170,13 @@ class RepresentationMean(Aggregator):
             raise UserError(f"representation_mean.weights must be non-negative with a positive sum, got {self.weights}")
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
+        sent = self._targets(server, clients)
+        if self.renew_every > 1:
+            for message in sent.values():
+                message.config[ASKED] = self._renews(server)
+        return sent
+
+    def _targets(self, server: Message, clients: list[int]) -> dict[int, Message]:
         if self.target == "self":
             own = {k: server.tensors.get(f"representation.{k}") for k in clients}
             return {k: self._message([], []) if a is None else self._message([a], [1.0]) for k, a in own.items()}
@@ -206,7 +229,8 @@ class RepresentationMean(Aggregator):
             except UserError as error:
                 raise UserError(f"representation_mean.oracle: {error}") from error
             a, _ = self._factor(torch.cat([encoder(normalize(b.to(model.device))) for b in batches]).cpu())
-        return Message({f"representation.{client.index}": a})
+        asked = local.number == 0 or local.received.config.get(ASKED, True)
+        return Message({f"representation.{client.index}": a} if asked else {})
 
     def _factor(self, a: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the factor of the kernel that representations [L, d] make, and its whitening matrix if it has one."""
@@ -220,11 +244,18 @@ class RepresentationMean(Aggregator):
         return a, None
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        return {f"representation.{client}": (PUBLIC_IMAGES, None)}
+        return {f"representation.{client}": (PUBLIC_IMAGES, None)} if self._renews(server) else {}
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        if self.target in ("untrained", "oracle") and any(
+        numbers = {ROUND: server.numbers.get(ROUND, -1.0) + 1} if self.renew_every > 1 else {}
+        keeps = self.target in ("untrained", "oracle") and any(
             name.startswith("representation.") for name in server.tensors
-        ):
-            return Message()
-        return Message({f"representation.{k}": replies[k].tensors[f"representation.{k}"] for k in sorted(replies)})
+        )
+        if keeps or not self._renews(server):
+            return Message(numbers=numbers)
+        tensors = {f"representation.{k}": replies[k].tensors[f"representation.{k}"] for k in sorted(replies)}
+        return Message(tensors, numbers=numbers)
+
+    def _renews(self, server: Message) -> bool:
+        """Return whether clients send their representations in the round after the server's state."""
+        return (server.numbers.get(ROUND, -1.0) + 1) % self.renew_every == 0

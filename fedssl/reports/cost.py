@@ -176,7 +176,7 @@ class _Counter:
         """Return a client's answer, or only its size in bytes if clients exchange nothing but weights."""
         key = (*self._kind(part), part.last_stage is None)
         if not self.only_weights:
-            key += (part.client,)
+            key += (part.client, *sorted(part.received.config.items()))  # what is asked for may differ by round
         if key not in self.replies:
             reply = self._counted_run(part, self.batch_sizes[0])
             self.replies[key] = reply.num_bytes if self.only_weights else reply

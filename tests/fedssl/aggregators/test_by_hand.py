@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -352,6 +353,20 @@ def test_the_controls_are_ones_own_kernel_and_those_of_untrained_networks():
     assert RepresentationMean(target="untrained").aggregate(server, {0: new}).tensors == {}
     assert RepresentationMean(target="untrained").aggregate(Message(), {0: new}).tensors.keys() == new.tensors.keys()
     assert RepresentationMean().aggregate(server, {0: new}).tensors["representation.0"].sum() == 60
+
+
+@pytest.mark.parametrize("target", ["peers", "self"])
+def test_kernels_that_are_renewed_every_second_round_are_sent_and_change_in_these_alone(target, tiny):
+    part = {"name": "representation_mean", "target": target, "renew_every": 2}
+    done = train_rounds(build_federation(tiny(**{**ALIGNED, "aggregators": [part]})), 5)
+    names = [f"representation.{k}" for k in range(3)]
+    answers = [[name for reply in done.replies[r].values() for name in reply.tensors] for r in range(6)]
+    assert answers == [names, [], names, [], names, []]
+    sent = [done.sent[r][0].tensors for r in range(1, 6)]
+    (form,) = sent[0]
+    changes = [not torch.equal(a[form], b[form]) for a, b in itertools.pairwise(sent)]
+    assert changes == [False, True, False, True]
+    assert torch.equal(done.server.tensors["representation.1"], done.replies[4][1].tensors["representation.1"])
 
 
 def test_half_whitening_gives_the_square_root_of_the_kernel():

@@ -26,6 +26,8 @@ UNEVEN = {"partition": {"name": "dirichlet", "clients": 5, "min_samples": 9, "al
 KINDS = {
     "aligned, two architectures, sampled, bfloat16 on the wire": ALIGNED
     | {"clients_per_round": 2, "rounds": 3, "transport": "bfloat16"},
+    "aligned to kernels that are renewed every second round": ALIGNED
+    | {"rounds": 3, "aggregators": [{"name": "representation_mean", "renew_every": 2}]},
     "uneven clients that drop out": AVERAGED | UNEVEN | {"client_dropout": 0.4, "rounds": 3},
     "uneven clients with equal steps, quadratic in the batch": AVERAGED
     | UNEVEN
