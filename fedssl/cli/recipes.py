@@ -164,21 +164,32 @@ def cost(
 
 
 def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = False) -> None:
-    """Show how much privacy a recipe with differential privacy will spend of each client, without training."""
-    from rich.table import Table as TextTable
+    """Show how much privacy a recipe with differential privacy will spend of each client, without training.
 
-    from ..engines.flower.privacy_accountant import epsilon_after, noise_multiplier, predicted_rounds, rounds_within
-    from ..federation import build_federation
+    Of a recipe whose clients send representations it says what the server and the other clients can compute of them.
+    """
     from ..recipe.reading import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), trust=trust)
     options = loaded.flower.differential_privacy
+    told = [text for part in loaded.aggregators if (text := part.disclosure(loaded.partition.clients))]
+    for text in told:
+        print_text(text)
+    if options is None and told:
+        print_text("Such a recipe cannot have differential privacy, so no epsilon is counted (docs/deploy.md).")
+        print_next("run", recipe, *(overrides or ()), *trusted(trust))
+        return
     if options is None:
         raise UserError(
             "the recipe has no differential privacy, so there is nothing to count: set flower.differential_privacy, "
             "for instance engine=flower flower.differential_privacy='{name: fixed_clipping, clipping_norm: 1, "
             "noise_multiplier: 2}' (docs/deploy.md)"
         )
+    from rich.table import Table as TextTable
+
+    from ..engines.flower.privacy_accountant import epsilon_after, noise_multiplier, predicted_rounds, rounds_within
+    from ..federation import build_federation
+
     federation = build_federation(loaded)
     parts = [federation.answering_clients(r, federation.sampled_clients(r)) for r in range(1, loaded.rounds + 1)]
     rounds = predicted_rounds(loaded, parts)
