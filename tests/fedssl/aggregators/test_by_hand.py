@@ -353,7 +353,7 @@ def test_what_client_0_can_compute_of_the_others_kernels(fewest, exact, weights)
         left.append(float((error - kernel.flatten()).norm() / kernel.norm()))
     assert (min(left) < 1e-6) == exact
     if not exact:
-        assert min(left) > 0.4
+        assert min(left) > (0.4 if weights is None else 0.2)  # a client of large weight is most of a mean
         assert len(known) > 6  # means were sent
         assert sent_by(part, server)[KERNEL].isfinite().all()
 
@@ -364,12 +364,9 @@ def test_a_mean_of_fewer_clients_than_asked_for_is_not_sent():
     assert sent_by(part, alone) == {}
     zero = part.aggregate(alone, {2: Message({"representation.2": server.tensors["representation.2"]})})
     assert sent_by(part, Message(alone.tensors | zero.tensors)) == {}  # its weight is 0: it hides nothing
-    all_three = part.aggregate(
-        Message(), {k: Message({name: server.tensors[name]}) for k, name in enumerate(server.tensors)}
-    )
-    assert torch.equal(
-        sent_by(part, all_three)[FACTOR], sent_by(RepresentationMean(weights=part.weights), server)[FACTOR]
-    )
+    together = part.aggregate(Message(), {k: Message({name: a}) for k, (name, a) in enumerate(server.tensors.items())})
+    as_by_default = sent_by(RepresentationMean(weights=part.weights), server)
+    assert torch.equal(sent_by(part, together)[FACTOR], as_by_default[FACTOR])
     with pytest.raises(UserError, match="fewest_clients is 4, but there are only 3 clients"):
         RepresentationMean(fewest_clients=4).check(3)
 

@@ -406,6 +406,14 @@ def test_code_that_is_named_on_the_command_line_needs_no_flag(fedssl, tmp_path):
     assert fedssl("show", "mine.yaml", "regularizers=[./evil.py]")[0] == 0  # the recipe's own is not used
 
 
+def test_privacy_says_what_a_mean_of_kernels_tells(fedssl):
+    told = {"": "can compute another's kernel exactly", "aggregators.0.fewest_clients=3": "of at least 2 others"}
+    for override, text in told.items():
+        code, out, _ = fedssl("privacy", "hetero_ssfl", *([override] if override else []))
+        assert code == 0
+        assert text in " ".join(out.split())
+
+
 def test_ones_own_run_needs_no_flag_to_continue_as_long_as_its_part_is_unchanged(fedssl, with_part):
     assert fedssl("run", "--resume", str(with_part))[0] == 0
     part = with_part.parent / "evil.py"
