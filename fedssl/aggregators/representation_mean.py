@@ -299,11 +299,12 @@ class RepresentationMean(Aggregator):
                 "change little from round to round, so what is near to a kernel can still be estimated"
             )
         else:
+            remedy = "with two clients nothing hides it" if clients == 2 else "set fewest_clients to 3 or more"
             told = (
                 f"With {clients} clients and fewest_clients {self.fewest_clients} a client can compute another's "
-                "kernel exactly: of two that have answered, each subtracts its own, and where clients are missing or sampled "
-                "the difference of two rounds' means is the kernel of who has newly answered"
-            ) + (". With two clients nothing hides it" if clients == 2 else ": set fewest_clients to 3 or more")
+                "kernel exactly: of two that have answered, each subtracts its own, and where clients are missing or "
+                f"sampled the difference of two rounds' means is the kernel of who has newly answered: {remedy}"
+            )
         return (
             "representation_mean: the server has each client's representations of the public images. Every client gets "
             "the mean of the clients' kernels, which tell all of the representations but a rotation. " + told + "."

@@ -277,6 +277,19 @@ def test_a_state_with_a_flipped_bit_is_not_used_and_one_of_an_earlier_version_is
         assert states.load(2).numbers == {"a": 1.0}
 
 
+def test_a_site_that_is_killed_between_a_state_and_its_digest_goes_on(tmp_path, monkeypatch):
+    states = SiteStates(tmp_path, 1, prune=True)
+    states.store(1, Message({}, {"a": 1.0}), None)
+
+    def killed(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedssl.engines.flower.site.write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        states.store(1, Message({}, {"a": 2.0}), None)
+    assert states.load(1).numbers == {"a": 2.0}
+
+
 def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(quick, tmp_path, sites, capsys):
     """A broken file and one exception a round, each of which names a patient; the site's own log has them."""
     name = "huber_maria_1961"
