@@ -11,6 +11,14 @@ class UserError(ValueError):
     """
 
 
+class SendableError(UserError):
+    """A UserError whose message may leave a site: it names nothing but what the server knows.
+
+    That is options of the recipe, versions, numbers of clients and rounds, and tensors that travel; never a file, an
+    image, a class or a value of the site's own.
+    """
+
+
 def installed_distribution() -> str:
     """Name of the distribution that holds fedssl: its own wheel's, or the one that the source tree installs."""
     try:

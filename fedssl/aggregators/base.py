@@ -43,6 +43,10 @@ class Aggregator(Part):
     def check(self, clients: int) -> None:
         """Raise a UserError for options that do not fit the number of clients; called before anything runs."""
 
+    def disclosure(self, clients: int) -> str | None:
+        """Return in a few sentences what the server and the clients can learn of one client; None: it has no text."""
+        return None
+
     def initial_state(self, model: Model | None) -> Message:
         """Return the server's state before any round; `model` is the first global model, if weights are exchanged."""
         return Message()

@@ -22,6 +22,8 @@ KERNEL = "alignment.kernel"
 ROUND = "alignment.round"
 ASKED = "alignment.asked"
 WHITENING = "alignment.whitening"
+_LATEST = "representation."  # before a client's number: its last representations
+_RELEASED = "released."  # the same, of those in the mean that is sent, with fewest_clients above 1
 
 # Eigenvalues below this fraction of the largest one count as zero, as float32 representations are no more precise.
 RELATIVE_RANK_TOLERANCE = 1e-6
@@ -102,6 +104,12 @@ class RepresentationMean(Aggregator):
     they align to the kernels of the untrained networks, and then N rounds long to those of then. The paper renews them
     in every round; docs/how_much_can_peers_give.md has what either reached.
 
+    With `fewest_clients` n, K-bar is first sent when n clients have answered, and is then renewed only when n clients'
+    kernels are others than in the one before. So whatever sum of the means that it was sent a client forms, the last
+    mean in the sum brings at least n - 1 kernels of others that no earlier one holds: the sum never is one client's
+    kernel. (Clients of weight 0 do not count.) By default every round's answers are in the next K-bar. Then a client
+    that is alone to answer, or one of two in the opening round, has its kernel computed from the difference.
+
     With kernel `frobenius` each K_j
     is divided by its norm, so that a client with large representations does not dominate the others; `half_whitened` is
     (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is exp(-|a_i - a_j|^2 / (2 s^2)) with s = `bandwidth` times the
@@ -121,6 +129,12 @@ class RepresentationMean(Aggregator):
     )
     renew_every: int = Field(
         1, ge=1, description="rounds from one renewal of the kernels to the next; the paper renews them in each"
+    )
+    fewest_clients: int = Field(
+        1,
+        ge=1,
+        description="the mean is renewed only when kernels of at least so many clients in it have changed; 3 or more "
+        "keep a client from computing another's kernel",
     )
     layer: Layer = Field(
         "predictor", description="layer whose outputs are aligned; the paper has predictor, evaluation uses encoder"
@@ -160,6 +174,11 @@ class RepresentationMean(Aggregator):
                 f"representation_mean.renew_every is {self.renew_every}, but kernels of target {self.target} are never "
                 "renewed: leave renew_every out"
             )
+        if self.fewest_clients > clients:
+            raise UserError(
+                f"representation_mean.fewest_clients is {self.fewest_clients}, but there are only {clients} clients: "
+                "lower it, or no mean is ever sent"
+            )
         if self.weights is None:
             return
         if len(self.weights) != clients:
@@ -180,10 +199,11 @@ class RepresentationMean(Aggregator):
         if self.target == "self":
             own = {k: server.tensors.get(f"representation.{k}") for k in clients}
             return {k: self._message([], []) if a is None else self._message([a], [1.0]) for k, a in own.items()}
-        answered = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith("representation."))
-        weights = [1.0 if self.weights is None else self.weights[k] for k in answered]
+        prefix = _LATEST if self.fewest_clients == 1 else _RELEASED
+        answered = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith(prefix))
+        weights = [self._weight(k) for k in answered]
         total = sum(weights) or 1.0
-        factors = [server.tensors[f"representation.{k}"] for k in answered]
+        factors = [server.tensors[f"{prefix}{k}"] for k in answered]
         return dict.fromkeys(clients, self._message(factors, [w / total for w in weights]))
 
     def _message(self, factors: list[Tensor], weights: list[float]) -> Message:
@@ -254,7 +274,41 @@ class RepresentationMean(Aggregator):
         if keeps or not self._renews(server):
             return Message(numbers=numbers)
         tensors = {f"representation.{k}": replies[k].tensors[f"representation.{k}"] for k in sorted(replies)}
-        return Message(tensors, numbers=numbers)
+        return Message(tensors | self._released(server.tensors | tensors), numbers=numbers)
+
+    def _weight(self, client: int) -> float:
+        return 1.0 if self.weights is None else self.weights[client]
+
+    def _released(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the entries of the next mean that is sent; none where it stays as it is, see `fewest_clients`."""
+        if self.fewest_clients == 1:
+            return {}
+        latest = {int(name.removeprefix(_LATEST)): a for name, a in tensors.items() if name.startswith(_LATEST)}
+        before = {k: tensors.get(f"{_RELEASED}{k}") for k in latest if self._weight(k) > 0}
+        changed = [k for k, a in before.items() if a is None or not torch.equal(a, latest[k])]
+        return {f"{_RELEASED}{k}": a for k, a in latest.items()} if len(changed) >= self.fewest_clients else {}
+
+    def disclosure(self, clients: int) -> str | None:
+        if self.target in ("self", "oracle"):
+            return None
+        if self.fewest_clients > 2:
+            told = (
+                f"It is renewed only when {self.fewest_clients} clients' kernels have changed (fewest_clients), so no "
+                "combination of the means that a client is sent is one other client's kernel: each holds those of at "
+                f"least {self.fewest_clients - 1} others. Clients that work together know their own, and kernels "
+                "change little from round to round, so what is near to a kernel can still be estimated"
+            )
+        else:
+            remedy = "with two clients nothing hides it" if clients == 2 else "set fewest_clients to 3 or more"
+            told = (
+                f"With {clients} clients and fewest_clients {self.fewest_clients} a client can compute another's "
+                "kernel exactly: of two that have answered, each subtracts its own, and where clients are missing or "
+                f"sampled the difference of two rounds' means is the kernel of who has newly answered: {remedy}"
+            )
+        return (
+            "representation_mean: the server has each client's representations of the public images. Every client gets "
+            "the mean of the clients' kernels, which tell all of the representations but a rotation. " + told + "."
+        )
 
     def _renews(self, server: Message) -> bool:
         """Return whether clients send their representations in the round after the server's state."""

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from ..errors import UserError, install_command
 from ..untrusted import quoted
-from .console import Overrides, RecipeName, print_text
+from .console import Overrides, RecipeName, Trust, print_text
 
 
 class _FoldersByDefault(TyperGroup):
@@ -132,11 +132,12 @@ def flower_app(
     output: Annotated[
         str | None, Option(help="Folder of the run on the SuperLink's machine; runs/NAME-seedN by default.")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write a recipe's Flower app, which `flwr run` starts across machines."""
     from ..recipe.reading import load_recipe
 
-    loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"])
+    loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"], trust=trust)
     apps = _flower("deploy.apps")
     apps.write_app(loaded, folder, output)
     print_text(f"The app is in {folder}; flwr run {quoted(folder)} NAME-OF-THE-SUPERLINK starts it")

@@ -21,8 +21,13 @@ Overrides = Annotated[
     Argument(metavar="KEY=VALUE...", help="Settings to change, such as training.batch_size=64 seed=1."),
 ]
 Trust = Annotated[
-    bool, Option("--trust", help="Run the code of part files and modules that the run's recipe names; read it first.")
+    bool, Option("--trust", help="Run the code of part files and modules that the file or run names; read it first.")
 ]
+
+
+def trusted(trust: bool) -> list[str]:
+    """Return the option for a command that comes next, if it was given to this one."""
+    return ["--trust"] if trust else []
 
 
 def print_next(*words: str | Path) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 from typer import Option
 
 from ..errors import UserError
-from .console import Overrides, RecipeName, console, print_next, print_text
+from .console import Overrides, RecipeName, Trust, console, print_next, print_text, trusted
 
 
 def recipes() -> None:
@@ -49,6 +49,7 @@ def show(
     as_yaml: Annotated[
         bool, Option("--yaml", help="Print a recipe file that `fedssl run` takes, with every default filled in.")
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Show every setting of a recipe: its value, where the value comes from, and what it means.
 
@@ -57,7 +58,7 @@ def show(
     """
     from ..recipe.show import resolve_recipe
 
-    resolved = resolve_recipe(recipe, overrides or ())
+    resolved = resolve_recipe(recipe, overrides or (), trust=trust)
     if as_yaml:
         print_text(resolved.text.rstrip("\n"))
         return
@@ -73,7 +74,7 @@ def show(
         style = "bold" if setting.origin == "override" else ""
         _print_wrapped(f"{key} = {flow[1:-1]}  ({setting.origin})", style)
         _print_wrapped(f"    {setting.description} [{setting.allowed}]", "dim")
-    print_next("partition", recipe, *(overrides or ()))
+    print_next("partition", recipe, *(overrides or ()), *trusted(trust))
 
 
 def _print_wrapped(text: str, style: str) -> None:
@@ -108,13 +109,14 @@ def partition(
     recipe: RecipeName,
     overrides: Overrides = None,
     chart: Annotated[Path | None, Option(help="Also draw the table into this image file.")] = None,
+    trust: Trust = False,
 ) -> None:
     """Show how many images of each class every client holds, without training."""
     from ..data.datasets import load_dataset
     from ..data.partitions import class_counts, deal, format_partition
     from ..recipe.reading import load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = load_recipe(recipe, overrides or (), trust=trust)
     dataset = load_dataset(loaded.data, loaded.seed)
     rows = deal(dataset, loaded.partition, loaded.seed)
     counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))
@@ -124,7 +126,7 @@ def partition(
 
         write_figure(chart, draw_partition(counts, dataset.counted_as))
         print_text(f"The chart is in {chart}")
-    print_next("run", recipe, *(overrides or ()))
+    print_next("run", recipe, *(overrides or ()), *trusted(trust))
 
 
 def cost(
@@ -140,6 +142,7 @@ def cost(
     rounds: Annotated[
         Path | None, Option(help="Also write the figures of every client in every round into this CSV file.")
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Show what a client will need in memory, operations and traffic, without training."""
     from ..federation import build_federation
@@ -147,7 +150,7 @@ def cost(
     from ..reports.cost import costs_as_csv, estimate, format_costs
     from ..run_folder.storage import write_atomically
 
-    costs = estimate(build_federation(load_recipe(recipe, overrides or ())), newcomers)
+    costs = estimate(build_federation(load_recipe(recipe, overrides or (), trust=trust)), newcomers)
     console.print(format_costs(costs), highlight=False)
     print_text(
         "Memory is that of the largest client's step: parameters, gradients, optimiser state and what the forward pass "
@@ -157,25 +160,36 @@ def cost(
     if rounds is not None:
         write_atomically(rounds, costs_as_csv(costs).encode())
         print_text(f"The figures of every round are in {rounds}")
-    print_next("run", recipe, *(overrides or ()))
+    print_next("run", recipe, *(overrides or ()), *trusted(trust))
 
 
-def privacy(recipe: RecipeName, overrides: Overrides = None) -> None:
-    """Show how much privacy a recipe with differential privacy will spend of each client, without training."""
-    from rich.table import Table as TextTable
+def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = False) -> None:
+    """Show how much privacy a recipe with differential privacy will spend of each client, without training.
 
-    from ..engines.flower.privacy_accountant import epsilon_after, noise_multiplier, predicted_rounds, rounds_within
-    from ..federation import build_federation
+    Of a recipe whose clients send representations it says what the server and the other clients can compute of them.
+    """
     from ..recipe.reading import load_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
+    loaded = load_recipe(recipe, overrides or (), trust=trust)
     options = loaded.flower.differential_privacy
+    told = [text for part in loaded.aggregators if (text := part.disclosure(loaded.partition.clients))]
+    for text in told:
+        print_text(text)
+    if options is None and told:
+        print_text("Such a recipe cannot have differential privacy, so no epsilon is counted (docs/deploy.md).")
+        print_next("run", recipe, *(overrides or ()), *trusted(trust))
+        return
     if options is None:
         raise UserError(
             "the recipe has no differential privacy, so there is nothing to count: set flower.differential_privacy, "
             "for instance engine=flower flower.differential_privacy='{name: fixed_clipping, clipping_norm: 1, "
             "noise_multiplier: 2}' (docs/deploy.md)"
         )
+    from rich.table import Table as TextTable
+
+    from ..engines.flower.privacy_accountant import epsilon_after, noise_multiplier, predicted_rounds, rounds_within
+    from ..federation import build_federation
+
     federation = build_federation(loaded)
     parts = [federation.answering_clients(r, federation.sampled_clients(r)) for r in range(1, loaded.rounds + 1)]
     rounds = predicted_rounds(loaded, parts)
@@ -195,4 +209,5 @@ def privacy(recipe: RecipeName, overrides: Overrides = None) -> None:
         enough = "enough" if allowed >= needed else f"too little: a client is asked in {needed} rounds"
         print_text(f"flower.epsilon_budget {budget:g} allows {allowed} rounds of a client, which is {enough}.")
     # engine flower is started from its app's folder
-    print_next(*(["app", recipe, "app"] if loaded.engine == "flower" else ["run", recipe]), *(overrides or ()))
+    command = ["app", recipe, "app"] if loaded.engine == "flower" else ["run", recipe]
+    print_next(*command, *(overrides or ()), *trusted(trust))

@@ -10,8 +10,8 @@ from rich.table import Table as TextTable
 from typer import Argument, Exit, Option
 
 from ..errors import UserError
-from ..untrusted import quoted
-from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text
+from ..untrusted import own_parts, quoted
+from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text, trusted
 
 
 def run(
@@ -54,8 +54,10 @@ def run(
         if recipe or output or resume or overwrite or observer or from_round is not None:
             raise UserError("--replay RUN takes no other argument or option but --trust")
         print_text("\n".join(replay_step(replay, trust)))
-        slower = f"training.learning_rate={load_recipe(replay / 'recipe.yaml').training.learning_rate / 10:g}"
-        print_next("run", replay / "recipe.yaml", slower, "--output", f"{replay}-slower")
+        again = load_recipe(replay / "recipe.yaml", trust=True)  # its code has run by now
+        slower = f"training.learning_rate={again.training.learning_rate / 10:g}"
+        flag = trusted(bool(own_parts(again.model_dump())))
+        print_next("run", replay / "recipe.yaml", slower, "--output", f"{replay}-slower", *flag)
         return
     if from_round is not None and resume is None:
         raise UserError("--from-round goes back to a round of a run that is there: name it with --resume RUN")
@@ -68,7 +70,7 @@ def run(
     else:
         if recipe is None:
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
-        loaded = load_recipe(recipe, overrides or ())
+        loaded = load_recipe(recipe, overrides or (), trust=trust)
         path = output or default_folder(loaded.name, loaded.seed)
         if (preset := loaded.preset) != "none":
             print_text(f"Preset {preset} fills in what the recipe leaves open; `fedssl show` tells what and why.")
@@ -101,6 +103,7 @@ def run_table(
             help="Only list the runs, their cost in FLOPs and in hours on this machine, and the paper's figures.",
         ),
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Run every recipe of a table with every seed, and write the table.
 
@@ -110,13 +113,14 @@ def run_table(
     from ..tables import runner as table_runner
     from ..tables.table import load_table
 
-    loaded = load_table(table)
+    loaded = load_table(table, trust)
     path = output or Path("runs") / loaded.name
     if dry:
         from ..tables.dry_run import dry_run
 
         dry_run(loaded, overrides or (), note=print_text)
-        print_next("run-table", table, *(overrides or ()), *(["--output", str(output)] if output else []))
+        folder = ["--output", str(output)] if output else []
+        print_next("run-table", table, *(overrides or ()), *folder, *trusted(trust))
         return
     if loaded.kind == "resources":
         from ..tables.resources import run_resource_table
@@ -291,6 +295,9 @@ def embed(
     skip_broken: Annotated[
         bool, Option("--skip-broken", help="Leave out files that cannot be read, and name them.")
     ] = False,
+    follow_links: Annotated[
+        bool, Option("--follow-links", help="Also read what links in IMAGES lead to outside them.")
+    ] = False,
 ) -> None:
     """Write the representations of images, with the images' names, by an exported encoder."""
     from rich.progress import Progress
@@ -308,6 +315,7 @@ def embed(
             device=device,
             window=None if window is None else parse_window(window),
             skip_broken=skip_broken,
+            follow_links=follow_links,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if left_out:

@@ -215,7 +215,7 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
             "data.public_holdout=NUMBER"
         )
     if kind == "folder":
-        files, others = list_files(path)
+        files, others = list_files(path, options.follow_links)
         notify_of_left_out(others, path)
         if not files:
             raise UserError(

@@ -5,6 +5,7 @@ chooses what is shown (C.11.2), and the polarity says which end is bright (C.7.6
 groups (C.7.6.16) keep unit and window there, for each image or for all. pydicom reads and decodes the files.
 """
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from .image_kinds import BrokenImageError, ImageKind, require_size
 from .pixels import Window, apply_window, windows_of
 
 _GROUPS = ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence")
+_BLOCK = 2**20  # bytes
+_MOST_UNPACKED = 2**29  # bytes of a deflated file: three times the largest image of 16 bits that is read
 _WHOLE_TABLE = 65536  # entries, which a lookup table writes as 0
 
 
@@ -68,7 +71,24 @@ def _read(file: Path, **options: Any) -> Any:
         raise UserError(
             f"{printable(file)} is a DICOM file, which needs pydicom: {install_command('dicom')}"
         ) from error
+    _require_bounded(file)
     return dcmread(file, **options)
+
+
+def _require_bounded(file: Path) -> None:
+    """Refuse a file in the deflated transfer syntax (PS3.5, A.5) that unpacks to too much: pydicom unpacks it whole."""
+    from pydicom.filereader import _read_file_meta_info, read_preamble
+    from pydicom.uid import DeflatedExplicitVRLittleEndian
+
+    with open(file, "rb") as stream:
+        read_preamble(stream, force=False)
+        if _read_file_meta_info(stream).get("TransferSyntaxUID") != DeflatedExplicitVRLittleEndian:
+            return
+        unpacker, size = zlib.decompressobj(-zlib.MAX_WBITS), 0
+        while not unpacker.eof and (block := unpacker.unconsumed_tail or stream.read(_BLOCK)):
+            size += len(unpacker.decompress(block, _BLOCK))
+            if size > _MOST_UNPACKED:
+                raise BrokenImageError(f"it unpacks to more than {_MOST_UNPACKED:,} bytes: store it uncompressed")
 
 
 def _kind(stored: Any) -> ImageKind:

@@ -91,14 +91,22 @@ def is_dicom(file: Path) -> bool:
         return False
 
 
-def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
+def list_files(folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]]:
     """List the files in a folder and the folders in it, without hidden ones; links are followed, also to folders.
 
     Only regular files count: opening a pipe would wait for ever. A folder that links lead to twice is listed once.
 
+    Args:
+        folder: the folder, which may be a link itself.
+        follow_links: follow links out of the folder, too.
+
     Returns:
         The files whose names end as an image's or that begin as a DICOM file, and the others, in a fixed order.
+
+    Raises:
+        UserError: a folder cannot be read, or a link leads out of `folder` and is not to be followed.
     """
+    root = os.path.realpath(folder)
 
     def refuse(error: OSError) -> None:
         raise UserError(f"{printable(error.filename)} cannot be read: {error.strerror or error}") from error
@@ -112,6 +120,8 @@ def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
             continue
         visited.add(real)
         folders[:] = sorted(name for name in folders if not _is_ignored(name))
+        if not (follow_links or Path(real).is_relative_to(root)):
+            raise _leads_out(inner, real, folder)
         files += [(inner, name) for name in names if not _is_ignored(name)]
     images: list[Path] = []
     others: list[Path] = []
@@ -122,7 +132,18 @@ def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
     if not images:  # beside image files, arrays are labels or features
         images = [file for file in others if file.suffix.lower() == ARRAY_SUFFIX and file.is_file()]
         others = [file for file in others if file not in images]
+    for file in [] if follow_links else images:  # other files are not read
+        if file.is_symlink() and not (real_file := Path(os.path.realpath(file))).is_relative_to(root):
+            raise _leads_out(str(file), str(real_file), folder)
     return images, others
+
+
+def _leads_out(link: str, target: str, folder: Path) -> UserError:
+    return UserError(
+        f"{printable(link)} is a link out of {printable(folder)}, to {printable(target)}: whoever made the folder may "
+        "mean files of yours by it. Put a copy in its place, or set data.follow_links=true (fedssl embed: "
+        "--follow-links) if you want it to be read"
+    )
 
 
 def subfolders(folder: Path) -> list[Path]:

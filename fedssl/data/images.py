@@ -74,7 +74,7 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
         table = _read_table(table_path, root, options.file_column, options.label_column)
     by_folder = options.name == "folder" or options.labels == "folders"
     folders = _split_folders(root, options)
-    images, left_out = list_files(root)
+    images, left_out = list_files(root, options.follow_links)
     if table_path is not None:
         left_out = [file for file in left_out if not (os.path.exists(file) and os.path.samefile(file, table_path))]
     splits: list[list[_ImageFile]] = [[] for _ in folders]

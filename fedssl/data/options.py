@@ -97,6 +97,11 @@ class DataOptions(Options):
         description="the classes of the sites' images in their order, for name=none where the objective trains on "
         "labels",
     )
+    follow_links: bool = Field(
+        False,
+        description="for folders of images: read what links in the folder lead to outside it; otherwise such a link is "
+        "refused, and links inside it are followed",
+    )
     labels: Literal["folders"] | Path | None = Field(
         None,
         description="for images: where labels come from: folders (the name of an image's folder), a CSV file, or null "

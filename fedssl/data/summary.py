@@ -102,7 +102,9 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     """Read the headers of some image files, evenly spread over the folder."""
     from .image_files import BrokenImageError, image_kind
 
-    files, _ = list_files(path / "train" if (path / "train").is_dir() else path)
+    files, _ = list_files(path, data.get("follow_links") is True)
+    if (path / "train").is_dir():
+        files = [file for file in files if file.is_relative_to(path / "train")]
     if not files:
         raise UserError(f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}")
     sizes, channels = [], 0

@@ -122,7 +122,7 @@ class ApprovedApps:
         try:
             approved = self._allowed | set(load_site(self._site_file).approved_apps or ())
         except UserError as error:
-            raise AppRefused(f"this site's file cannot be read any more: {error}") from error
+            raise AppRefused("this site's file cannot be read any more: its own log has the reason") from error
         if digest in approved:
             return
         if self._ask and _is_approved_on_terminal(digest, content):
@@ -183,7 +183,8 @@ def pull_approved(
     except AppRefused as refusal:
         message, _ = received[-1]
         run: int = message.metadata.run_id
-        print(f"fedssl: run {run} is refused: {printable(str(refusal))}", file=sys.stderr, flush=True)
+        cause = f" ({printable(str(refusal.__cause__))})" if refusal.__cause__ else ""  # it may name the site's files
+        print(f"fedssl: run {run} is refused: {printable(str(refusal))}{cause}", file=sys.stderr, flush=True)
         reply = Message(Error(ErrorCode.INVALID_FAB, str(refusal)), reply_to=message)
         _insert_message(reply, others["state"], others["object_store"])
         return run

@@ -43,6 +43,7 @@ def embed_images(
     device: str = "auto",
     window: Window | None = None,
     skip_broken: bool = False,
+    follow_links: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
     """Write the representations of images, float32 [n, d], and the n images' names.
@@ -60,6 +61,7 @@ def embed_images(
         device: `cpu`, `cuda`, or `auto` for CUDA if there is a device.
         window: how pixels of more than 8 bits become 8 bits (default: as in the encoder's run).
         skip_broken: leave out files that cannot be read, instead of refusing all.
+        follow_links: also read what links in a folder lead to outside it, instead of refusing the folder.
         progress: called after each batch with the number of images done and the number of all.
 
     Returns:
@@ -79,7 +81,7 @@ def embed_images(
         raise UserError(f"{folder} is a run's folder: export its encoder first: fedssl export {quoted(folder)} FOLDER")
     encoder = read_encoder(folder)
     network = encoder.network.to(device_named(device))
-    each = [_batches(source, encoder, window or encoder.window, batch_size) for source in sources]
+    each = [_batches(source, encoder, window or encoder.window, batch_size, follow_links) for source in sources]
     total = sum(count for count, _ in each)
     prefixes = [f"{printable(source)}/" if len(sources) > 1 else "" for source in sources]
     names: list[str] = []
@@ -131,7 +133,7 @@ def _summary(unreadable: list[str], total: int) -> str:
 
 
 def _batches(
-    source: Path, encoder: TrainedEncoder, window: Window | None, batch_size: int
+    source: Path, encoder: TrainedEncoder, window: Window | None, batch_size: int, follow_links: bool
 ) -> tuple[int, Iterator[ImageBatch]]:
     """Return the number of images or files in a folder or an .npz file, and the images in batches, in their order."""
     kind = kind_of(source)
@@ -140,7 +142,7 @@ def _batches(
     if kind != "folder":
         arrays = _read_arrays(source, window, encoder.image_shape[0])
         return sum(map(len, arrays.values())), _from_arrays(arrays, encoder.image_shape, batch_size)
-    files, others = list_files(source)
+    files, others = list_files(source, follow_links)
     notify_of_left_out(others, source)
     files.sort()
     if not files:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import warnings
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ Weights = dict[str, Tensor]
 _TIMM = "timm:"
 _MOST_NAMED = 5
 _MOST_CONFIG_BYTES = 1_000_000
+_SMALLEST_LIMIT = 2**20  # bytes of a file of weights, below which its size is no limit
+_TIMES_STORED = 4  # how often tensors may share what a file stores, as tied weights do
 
 
 def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dict[str, Weights]:
@@ -242,6 +245,13 @@ def _read(source: str) -> Weights:
         )
     from timm.models import load_state_dict
 
+    most = max(path.stat().st_size, _SMALLEST_LIMIT)  # torch.save compresses nothing
+    if zipfile.is_zipfile(path):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                _require_at_most(most, sum(entry.file_size for entry in archive.infolist()), path)
+        except (zipfile.BadZipFile, OSError, NotImplementedError, UnicodeDecodeError) as error:
+            raise UserError(f"model.weights: {path} is a damaged archive ({error}); copy or write it again") from error
     try:
         state = load_state_dict(str(path), weights_only=True)
     except Exception as error:  # torch, safetensors and timm raise many kinds for a file that holds something else
@@ -250,7 +260,18 @@ def _read(source: str) -> Weights:
             f"model.weights: {path} cannot be read as weights ({reason}); expected tensors by name, written by "
             "safetensors or torch.save. Files that hold code are never run"
         ) from error
+    if isinstance(state, dict):  # a tensor may repeat a few stored values without end
+        size = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, Tensor))
+        _require_at_most(_TIMES_STORED * most, size, path)
     return _tensors_of(state, path)
+
+
+def _require_at_most(most: int, size: int, path: Path) -> None:
+    if size > most:
+        raise UserError(
+            f"model.weights: {path} has {path.stat().st_size:,} bytes, but what it holds would take {size:,}, which no "
+            "file does that torch.save or safetensors wrote: get the weights from whoever made them"
+        )
 
 
 def _tensors_of(state: Any, source: object) -> Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ from ..errors import UserError
 from ..options import explain_errors, shortened
 from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run_folder.directory import RunDirectory
-from ..untrusted import PART_KEYS, own_parts
+from ..untrusted import PART_KEYS, own_part_file, own_parts
 from .overrides import DEFAULT_PARTS, read_values, with_paths_from, with_weights_from
-from .presets import apply_preset
+from .presets import AppliedPreset, apply_preset
 from .recipe import Recipe
 from .rules import privacy_problem
 
 
-def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
     """Load a recipe, apply overrides, fill in what is left open by its preset, and check every key.
 
     A part's relative path (`./my_part.py`) is resolved from the recipe file's folder, or in an override from the
@@ -28,15 +28,38 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     Args:
         name_or_path: name of a shipped recipe (`recipe_names()` lists them), or path of a YAML file.
         overrides: settings to change, such as `["rounds=2", "regularizers.0.weight=1"]`; each value is YAML.
+        trust: run the code of part files and modules that the recipe's file names; those in `overrides` need no trust.
 
     Raises:
-        UserError: there is no such recipe, it is not YAML, or a key or value is invalid. The message names the key's
-            path and says what is allowed.
+        UserError: there is no such recipe, it is not YAML, it names code that is not trusted, or a key or value is
+            invalid. The message names the key's path and says what is allowed.
         TypeError: `overrides` is a single string.
     """
     if isinstance(overrides, str):
         raise TypeError(f"overrides: expected a list such as [{overrides!r}], got the string {overrides!r}")
-    return complete_recipe(read_values(name_or_path), overrides, source=str(name_or_path))
+    return parse_recipe(fill_in(name_or_path, overrides, trust).values, str(name_or_path))
+
+
+def fill_in(name_or_path: str | Path, overrides: Sequence[str], trust: bool) -> AppliedPreset:
+    """Return a recipe's mapping with overrides and its preset's values, not checked yet; see `load_recipe`."""
+    values = read_values(name_or_path)
+    filled = apply_preset(values, overrides, str(name_or_path))
+    if not trust:  # what an override replaces does not run
+        refuse_code(set(own_parts(values)) & set(own_parts(filled.values)), str(name_or_path))
+    return filled
+
+
+def refuse_code(names: Iterable[str], source: str) -> None:
+    """Raise a UserError that tells which code would be run, if `names` are parts with code that `source` names."""
+    told = sorted(name for name in names if not is_session_part(name))  # a session's classes have run already
+    if told:
+        files = [str(file) for name in told if not name.endswith(".py") and (file := own_part_file(name)) is not None]
+        where = f" ({', '.join(files)})" if files else ""
+        raise UserError(
+            f"{source} names the part{'s' if len(told) > 1 else ''} {', '.join(told)}, whose code would be run: read "
+            f"that code first{where}, and give --trust (in Python trust=True) if you "
+            "trust it"
+        )
 
 
 def complete_recipe(values: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
@@ -67,11 +90,8 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
         if defined_elsewhere(name):
             continue  # it cannot be run here, which the check of the recipe reports
         unchanged = directory.part_unchanged(name) if resuming else None
-        if unchanged is None and not is_session_part(name):
-            raise UserError(
-                f"{file} names the part {name}, whose code would be run: read that code first, and give --trust if you "
-                "trust it"
-            )
+        if unchanged is None:
+            refuse_code([name], str(file))
         if unchanged is False:
             raise UserError(
                 f"{name}, a part of {file}, was changed since the run began: put back the file as it was, or give "

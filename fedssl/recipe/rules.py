@@ -15,7 +15,7 @@ from ..aggregators.base_model import BaseModel
 from ..aggregators.representation_mean import RepresentationMean
 from ..aggregators.weighted_mean import WeightedMean
 from ..data.datasets import Dataset
-from ..errors import UserError
+from ..errors import SendableError, UserError
 from ..evaluation.evaluate import check_colours, check_labels
 from ..evaluation.fine_tuning import check_fine_tuning
 from ..models.model import Model
@@ -74,7 +74,7 @@ def check_shares(recipe: Recipe, client_rows: list[Tensor], owner: int | None) -
         size = recipe.training.batch_size
         if owner is not None and len(rows) < size:
             # The messages leave a site that is refused, so they do not hold its number.
-            raise UserError(
+            raise SendableError(
                 f"the site has fewer training images than training.batch_size {size}, which holds for all sites: give "
                 f"it at least {size}, or ask the server's operator for a smaller training.batch_size"
             )
@@ -85,7 +85,7 @@ def check_shares(recipe: Recipe, client_rows: list[Tensor], owner: int | None) -
             )
         secure = recipe.flower.secure_aggregation
         if secure and not recipe.flower.differential_privacy and len(rows) > secure.max_weight:
-            raise UserError(
+            raise SendableError(
                 f"client {k} has more images than flower.secure_aggregation.max_weight {secure.max_weight}: raise it"
             )
 

@@ -11,9 +11,7 @@ from typing import Any, Literal
 from ..options import Options
 from ..parts import part_names
 from ..untrusted import PART_KEYS
-from .overrides import read_values
-from .presets import apply_preset
-from .reading import check_keys
+from .reading import check_keys, fill_in
 
 Origin = Literal["recipe", "override", "preset", "default"]
 
@@ -54,15 +52,14 @@ class ResolvedRecipe:
     preset: tuple[str, ...]
 
 
-def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
+def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> ResolvedRecipe:
     """Read a recipe, apply overrides, and fill in the preset's values and the defaults.
 
     Each key is checked by itself. What goes together is checked by `reading.load_recipe`, which has the same arguments
     and errors, and when a run begins.
     """
-    source = str(name_or_path)
-    filled = apply_preset(read_values(name_or_path), overrides, source)
-    recipe = check_keys(filled.values, source)
+    filled = fill_in(name_or_path, overrides, trust)
+    recipe = check_keys(filled.values, str(name_or_path))
     overridden = [override.partition("=")[0] for override in overrides]
     given, complete = _with_part_mappings(filled.given), _with_part_mappings(filled.values)
     return ResolvedRecipe(recipe.to_yaml(), list(_settings(recipe, given, complete, "", overridden)), filled.reasons)

@@ -13,10 +13,10 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from ..errors import UserError
 from ..evaluation.metrics import DOWNSTREAM, EVALUATED, METRICS, OF_ARCHITECTURE
 from ..options import Options, explain_errors
-from ..recipe.overrides import part_name, read_values
-from ..recipe.reading import complete_recipe
+from ..recipe.overrides import part_name, read_values, recipe_names
+from ..recipe.reading import complete_recipe, refuse_code
 from ..recipe.recipe import Recipe
-from ..untrusted import NAME_PATTERN, PART_KEYS, TEXT_PATTERN
+from ..untrusted import NAME_PATTERN, PART_KEYS, TEXT_PATTERN, own_parts
 
 _METRICS = (*(metric.name for metric in METRICS.values() if metric.in_tables), "memory", "flops", "traffic")
 _MEASURES = "|".join(re.escape(name) for name in EVALUATED if METRICS[name].on_other_data)
@@ -190,12 +190,22 @@ def _check_labels(kind: str, labels: list[str]) -> None:
         label_by_slug[slug(label)] = label
 
 
-def load_table(name_or_path: str | Path) -> Table:
-    """Read a shipped table by name, or a file by path; raise UserError if it is missing or invalid."""
+def load_table(name_or_path: str | Path, trust: bool = False) -> Table:
+    """Read a shipped table by name, or a file by path.
+
+    Raises:
+        UserError: it is missing or invalid; without `trust` also if it, or a recipe that it names, names code to run.
+    """
     try:
-        return Table.model_validate(read_values(name_or_path, "table"))
+        table = Table.model_validate(read_values(name_or_path, "table"))
     except ValidationError as error:
         raise UserError(f"{name_or_path}: {'; '.join(explain_errors(error, Table))}") from error
+    if not trust:
+        settings = [table.settings, *(one.settings for one in table.scenarios), *(row.settings for row in table.rows)]
+        refuse_code({name for values in settings for name in own_parts(values)}, str(name_or_path))
+        for file in sorted({row.recipe for row in table.rows} - set(recipe_names())):
+            refuse_code(own_parts(read_values(file)), file)
+    return table
 
 
 def cell_recipe(

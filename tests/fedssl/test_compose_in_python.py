@@ -105,7 +105,7 @@ def test_a_class_of_a_module_is_stored_by_module_and_name_and_refused_when_the_m
         fedssl.resume(tmp_path / "run")
     (tmp_path / "my_part.py").write_text(source)
     assert fedssl.resume(tmp_path / "run").finished
-    assert fedssl.load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
+    assert fedssl.load_recipe(tmp_path / "run" / "recipe.yaml", trust=True) == recipe
     with pytest.raises(fedssl.UserError, match="whose code would be run: read that code first"):
         fedssl.evaluate(tmp_path / "run")
 

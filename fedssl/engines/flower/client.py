@@ -22,12 +22,13 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from fedkernels import __version__
 
-from ...errors import UserError
+from ...errors import SendableError, UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...recipe.reading import load_recipe
 from ...untrusted import printable
 from ..rounds import evaluate_after
+from .failures import failure_reason
 from .messenger import MOST_REASONS, config_of, one_line
 from .privacy import private_answer
 from .registration import DataForm
@@ -78,15 +79,17 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
         try:
             with _time_limit(float(task.get("seconds", 0.0))):
                 if work is _train:
-                    content = private_answer(load_recipe(recipe_file).flower, message, context, do_work)
+                    content = private_answer(load_recipe(recipe_file, trust=True).flower, message, context, do_work)
                 else:
                     content = do_work()
             if work is not _register:
                 log(f"sends {_contents(content)}")
-        except UserError as error:
-            log(f"takes no part in {_occasion(task)}: {error}")
-            failure: dict[str, Any] = {"reason": str(error)} | _client_of(context.node_config)
-            content = RecordDict({"failure": ConfigRecord(failure)})
+        except Exception as error:  # Flower would send its text
+            if simulated and not isinstance(error, UserError):
+                raise
+            # a simulated site is the server's own
+            reason = str(error) if simulated else failure_reason(error, _occasion(task), log)
+            content = RecordDict({"failure": ConfigRecord({"reason": reason} | _client_of(context.node_config))})
         return FlowerMessage(content, reply_to=message)
 
     app.query()(functools.partial(answer, _register))
@@ -99,7 +102,8 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
 def _simulated_site(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
     client = int(dict(node_config)["partition-id"])
     states = SiteStates(Path(recipe_file).parent / "checkpoints", client, prune=False)
-    return Site(build_federation(load_recipe(recipe_file)), client, lambda run: states, _say_nothing)
+    federation = build_federation(load_recipe(recipe_file, trust=True))
+    return Site(federation, client, lambda run: states, _say_nothing)
 
 
 def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
@@ -110,7 +114,7 @@ def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) 
             "--node-config 'site=\"/path/site.yaml\"'"
         )
     options = load_site(str(path))
-    federation = site_federation(load_recipe(recipe_file), options)
+    federation = site_federation(load_recipe(recipe_file, trust=True), options)
     return Site(federation, options.client, functools.partial(SiteStates.of_run, options), _print_line)
 
 
@@ -125,16 +129,16 @@ def _client_of(node_config: Mapping[str, Any]) -> dict[str, Any]:
 def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     if task["version"] != __version__:
         problem = f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}"
-        raise UserError(f"{problem}: install the same version everywhere")
+        raise SendableError(f"{problem}: install the same version everywhere")
     if (expected := task.get("client", site.client)) != site.client:
         problem = (
             f"its site file names client {site.client}, but the server has registered its key for client {expected}: "
             f"set client: {expected} in the site's file, or use the key of the site that is client {site.client}"
         )
-        raise UserError(problem)
+        raise SendableError(problem)
     form = DataForm.of(site.federation, site.client)
     if fault := form.misfit(DataForm.model_validate(config_of(content, "expected"))):
-        raise UserError(fault)
+        raise SendableError(fault)  # it tells what the site sends when it connects
     shape = " x ".join(map(str, form.shape))
     count = len(site.federation.client_rows[site.client])
     told = "this size and number" if form.images else "this size"
@@ -170,7 +174,7 @@ def _evaluate(site: Site, task: Mapping[str, Any], content: RecordDict) -> Recor
 def _round_of(site: Site, task: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return the task's round and the one whose state it starts from; None where the client has not taken part yet."""
     if task["client"] != site.client:
-        raise UserError(f"it is client {site.client}, but it got a message for client {task['client']}")
+        raise SendableError(f"it is client {site.client}, but it got a message for client {task['client']}")
     return int(task["round"]), int(task["start"]) if task["start"] >= 0 else None
 
 
@@ -224,7 +228,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop_work(number: int, frame: FrameType | None) -> None:
-        raise UserError(f"its work was stopped after {seconds:g} s, the round's deadline (flower.round_seconds)")
+        raise SendableError(f"its work was stopped after {seconds:g} s, the round's deadline (flower.round_seconds)")
 
     before = signal.signal(signal.SIGALRM, stop_work)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -17,7 +17,7 @@ from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
 from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, add_gaussian_noise_inplace, compute_stdv
 
 from ...aggregators.weighted_mean import DISTANCE
-from ...errors import UserError
+from ...errors import SendableError, UserError
 from ...federation import Federation
 from ...guard import refused_in
 from ...messages import Message
@@ -68,7 +68,7 @@ def _clipped_reply(
     for name in reply.tensors:
         if name not in received:
             rule = "flower.differential_privacy clips a tensor's change since it was received"
-            raise UserError(f"{rule}, but {name} was not received from the server")
+            raise SendableError(f"{rule}, but {name} was not received from the server")
     before = {name: received[name] for name in reply.tensors}
     old, new = flatten_weights(before), flatten_weights(reply.tensors)
     require_finite(new)

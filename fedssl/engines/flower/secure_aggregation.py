@@ -26,7 +26,7 @@ from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECOR
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow, WorkflowState
 
-from ...errors import UserError
+from ...errors import SendableError, UserError
 from ...messages import Message
 from ...recipe.recipe import FlowerOptions, SecAggPlus
 from .messenger import one_line
@@ -73,7 +73,7 @@ def masked_answer(
         for name, tensor in reply.tensors.items():  # Flower would cut it off
             if tensor.is_floating_point() and bool((tensor.abs() > options.clipping_range).any()):
                 option = f"flower.secure_aggregation.clipping_range ({options.clipping_range:g})"
-                raise UserError(f"{name} holds a value beyond {option}: raise that option")
+                raise SendableError(f"{name} holds a value beyond {option}: raise that option")
         metrics.update(reply.metrics)
         result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), int(reply.numbers["samples"]), {})
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)

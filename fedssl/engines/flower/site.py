@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from ...data.datasets import load_dataset
 from ...data.digests import DATA_DIGESTS, data_digests, differences, digests_text, read_digests
 from ...data.options import SOURCES, DataOptions
 from ...data.summary import summarise
-from ...errors import UserError
+from ...errors import SendableError
 from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
 from ...messages import Message
@@ -23,10 +24,11 @@ from ...models.weights import ModelOptions
 from ...options import Options, read_options
 from ...recipe.recipe import Recipe
 from ...run_folder.directory import client_file
-from ...run_folder.storage import read_message, write_atomically, write_message
-from ...untrusted import expand_home
+from ...run_folder.storage import digest_of, read_message, write_atomically, write_message
+from ...untrusted import expand_home, read_regular_file
 
 _CHECKED_SIZE = 32  # pixels a side
+_DIGEST = ".sha256"  # the ending of the file with a state's digest
 _MEASURE = "evaluation/"  # before the name of a measure in an answer
 _SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
 _LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
@@ -71,9 +73,9 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
     clients = recipe.partition.clients
     if site.client >= clients:
         problem = f"the site's client is {site.client}, but the recipe has partition.clients={clients}"
-        raise UserError(f"{problem}: expected 0 to {clients - 1}")
+        raise SendableError(f"{problem}: expected 0 to {clients - 1}")
     if site.data is None and recipe.partition.name == "sites":
-        raise UserError(
+        raise SendableError(
             "the site's data is missing: the recipe has partition.name=sites, so each site's file must name its own "
             "images under data"
         )
@@ -115,7 +117,7 @@ class SiteStates:
     def of_run(cls, site: SiteOptions, run: str) -> SiteStates:
         """Return the states of one run, in a folder below `site.state`; raise UserError if its name is invalid."""
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
-            raise UserError(
+            raise SendableError(
                 f"the server's name of the run is invalid: expected 1 to 64 letters, digits, - or _, got {run[:100]!r}"
             )
         folder = expand_home(site.state) / run
@@ -135,21 +137,34 @@ class SiteStates:
             write_atomically(self._folder / DATA_DIGESTS, digests_text(current).encode())
         elif changed := differences(stored, current):
             which = ", ".join(changed)
-            raise UserError(f"its data have changed since it began this run ({which}): put them back as they were")
+            raise SendableError(f"its data have changed since it began this run ({which}): put them back as they were")
 
     def load(self, round_number: int | None) -> Message:
-        """Return the state after a round, empty for None; raise UserError if it is missing or damaged."""
-        return Message() if round_number is None else read_message(self._path(round_number))
+        """Return the state after a round, empty for None; raise UserError if it is missing, damaged or was changed."""
+        if round_number is None:
+            return Message()
+        path = self._path(round_number)
+        with suppress(FileNotFoundError):  # states of a simulation and of earlier versions have no digest
+            expected = read_regular_file(path.with_suffix(_DIGEST), 64)
+            if digest_of(path).encode() != expected:
+                raise SendableError(
+                    f"its state of round {round_number} was changed since it was written, or is damaged: put it back "
+                    "from a copy, or start a new run"
+                )
+        return read_message(path)
 
     def store(self, round_number: int, state: Message, kept: Iterable[int]) -> None:
         """Store a state. Those of the rounds `kept` stay, as the client may have to train from them again."""
         path = self._path(round_number)
-        write_message(path, state)
-        if self._prune:
-            needed = {path, *map(self._path, kept)}
-            for other in self._folder.glob(f"client-{self._client:04d}.round-*"):
-                if other not in needed:
-                    other.unlink(missing_ok=True)
+        if not self._prune:  # a simulation's states have their digests in the run's manifest
+            write_message(path, state)
+            return
+        path.with_suffix(_DIGEST).unlink(missing_ok=True)  # of an earlier attempt at the round
+        write_atomically(path.with_suffix(_DIGEST), write_message(path, state).encode())
+        needed = {path.stem, *(self._path(number).stem for number in kept)}
+        for other in self._folder.glob(f"client-{self._client:04d}.round-*"):
+            if other.stem not in needed:
+                other.unlink(missing_ok=True)
 
     def _path(self, round_number: int) -> Path:
         return self._folder / client_file(self._client, round_number)

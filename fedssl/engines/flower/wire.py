@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...errors import UserError
+from ...errors import SendableError, UserError
 from ...messages import Message
 
 # Flower's own serialisation is NumPy's, which has no bfloat16 and adds a header of 128 bytes to every array.
@@ -176,7 +176,7 @@ def require_finite(vector: Vector) -> None:
     Clipping would let the finite entries pass as they are, and masks would hide the others from the server's guard.
     """
     if not np.isfinite(vector).all():
-        raise UserError("its weights are not finite after training")
+        raise SendableError("its weights are not finite after training")
 
 
 def on_disk(message: Message, folder: Path) -> Message:

@@ -35,6 +35,7 @@ from fedssl.aggregators.weighted_mean import DISTANCE, WeightedMean
 from fedssl.client import LocalRound
 from fedssl.data.pixels import normalize
 from fedssl.engines.in_process import run
+from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.guard import Asked, refusals
 from fedssl.messages import Message
@@ -340,6 +341,47 @@ def test_a_factor_tells_nothing_that_the_mean_kernel_does_not(sizes):
     torch.testing.assert_close(sent, sent_rotated, atol=1e-13, rtol=0)
     columns = torch.cat(list(server.tensors.values()), dim=1)
     assert torch.cdist(sent.T, columns.T).min() > 0.1  # no client's own column
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5, 3.0]])
+@pytest.mark.parametrize(("fewest", "exact"), [({}, True), ({"fewest_clients": 3}, False)], ids=["by default", "3"])
+def test_what_client_0_can_compute_of_the_others_kernels(fewest, exact, weights):
+    """It knows each mean that it was sent and its own kernels, and combines them as fits each kernel of another best.
+
+    Clients are missing: in the opening round two answer, and in some rounds one.
+    """
+    part, server, known, others = RepresentationMean(**fewest, weights=weights, send="kernel"), Message(), [], []
+    torch.manual_seed(0)
+    for answered in [(0, 1), (2,), (0, 1, 2, 3), (3,), (0, 2), (1,), (0, 1, 2), (0, 2, 3)]:
+        a = {k: torch.randn(40, 3, dtype=torch.float64) for k in answered}
+        known += [kernel_of(a[k]) for k in answered if k == 0]
+        others += [kernel_of(a[k]) for k in answered if k != 0]
+        replies = {k: Message({f"representation.{k}": a[k]}) for k in answered}
+        server.tensors.update(part.aggregate(server, replies).tensors)
+        known += sent_by(part, server).values()
+    basis = torch.stack([kernel.flatten() for kernel in known], dim=1)
+    left = []
+    for kernel in others:
+        error = basis @ torch.linalg.lstsq(basis, kernel.flatten()[:, None], driver="gelsd").solution[:, 0]
+        left.append(float((error - kernel.flatten()).norm() / kernel.norm()))
+    assert (min(left) < 1e-6) == exact
+    if not exact:
+        assert min(left) > (0.4 if weights is None else 0.2)  # a client of large weight is most of a mean
+        assert len(known) > 6  # means were sent
+        assert sent_by(part, server)[KERNEL].isfinite().all()
+
+
+def test_a_mean_of_fewer_clients_than_asked_for_is_not_sent():
+    part, server = RepresentationMean(fewest_clients=2, weights=[1.0, 1.0, 0.0]), state_of((20, 3), (20, 3), (20, 3))
+    alone = part.aggregate(Message(), {0: Message({"representation.0": server.tensors["representation.0"]})})
+    assert sent_by(part, alone) == {}
+    zero = part.aggregate(alone, {2: Message({"representation.2": server.tensors["representation.2"]})})
+    assert sent_by(part, Message(alone.tensors | zero.tensors)) == {}  # its weight is 0: it hides nothing
+    together = part.aggregate(Message(), {k: Message({name: a}) for k, (name, a) in enumerate(server.tensors.items())})
+    as_by_default = sent_by(RepresentationMean(weights=part.weights), server)
+    assert torch.equal(sent_by(part, together)[FACTOR], as_by_default[FACTOR])
+    with pytest.raises(UserError, match="fewest_clients is 4, but there are only 3 clients"):
+        RepresentationMean(fewest_clients=4).check(3)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4, 7])

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fedssl.engines.in_process import run
 from fedssl.errors import installed_distribution
@@ -362,6 +363,56 @@ def test_reading_a_received_run_never_runs_its_code(where, fedssl, with_part, tm
     assert not mark.exists()
     assert fedssl("evaluate", "received", "--trust")[0] == 0
     assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("show", "mine.yaml"),
+        ("show", "mine.yaml", "--yaml"),
+        ("cost", "mine.yaml", "training.batch_size=4"),
+        ("partition", "mine.yaml", "regularizers.0.strength=2"),
+        ("privacy", "mine.yaml"),
+        ("app", "mine.yaml", "app"),
+        ("run", "mine.yaml"),
+        ("run-table", "table.yaml"),
+        ("run-table", "table.yaml", "--dry-run"),
+        ("run-table", "settings.yaml", "--dry-run"),
+    ],
+    ids=" ".join,
+)
+def test_code_that_a_file_names_runs_in_no_command_without_trust(command, fedssl, tmp_path):
+    if command[0] in ("privacy", "app"):
+        pytest.importorskip("flwr")
+    (tmp_path / "evil.py").write_text(EVIL_PART)
+    own = {"regularizers": [{"name": "./evil.py"}]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tiny_values(rounds=1, **own)))
+    for name, row in (("table", {"recipe": "mine.yaml"}), ("settings", {"recipe": "fedbyol", "settings": own})):
+        table = {"name": "mine", "seeds": [0], "rows": [{"label": "a"} | row]}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(table))
+    before = everything(tmp_path)
+    code, _, err = fedssl(*command)
+    one_line(code, err)
+    for told in (f"names the part {tmp_path / 'evil.py'}", "read that code first", "--trust"):
+        assert told in err
+    assert everything(tmp_path) == before
+    fedssl(*command, "--trust")
+    assert (tmp_path / "it_ran").exists()
+
+
+def test_code_that_is_named_on_the_command_line_needs_no_flag(fedssl, tmp_path):
+    (tmp_path / "evil.py").write_text(EVIL_PART)
+    assert fedssl("show", "fedbyol", "preset=digits", "regularizers=[./evil.py]")[0] == 0
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tiny_values(regularizers=["./other.py"])))
+    assert fedssl("show", "mine.yaml", "regularizers=[./evil.py]")[0] == 0  # the recipe's own is not used
+
+
+def test_privacy_says_what_a_mean_of_kernels_tells(fedssl):
+    told = {"": "can compute another's kernel exactly", "aggregators.0.fewest_clients=3": "of at least 2 others"}
+    for override, text in told.items():
+        code, out, _ = fedssl("privacy", "hetero_ssfl", *([override] if override else []))
+        assert code == 0
+        assert text in " ".join(out.split())
 
 
 def test_ones_own_run_needs_no_flag_to_continue_as_long_as_its_part_is_unchanged(fedssl, with_part):

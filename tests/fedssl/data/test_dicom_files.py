@@ -60,6 +60,21 @@ def write_dicom(path: Path, pixels: np.ndarray, syntax: str = "1.2.840.10008.1.2
     return path
 
 
+def test_a_deflated_file_is_bounded_before_it_is_unpacked(tmp_path, monkeypatch):
+    deflated = "1.2.840.10008.1.2.1.99"
+    sound = write_dicom(tmp_path / "a.dcm", BYTES, deflated)
+    assert read_pixels(sound, 16, 16, 1, None).shape == (1, 16, 16)
+    monkeypatch.setattr("fedssl.data.dicom_files._MOST_UNPACKED", 2**22)
+    bomb = write_dicom(tmp_path / "b.dcm", BYTES, deflated, ImageComments="0" * 2**23)
+    assert bomb.stat().st_size < 2**16
+    unpacked = []
+    monkeypatch.setattr("zlib.decompress", lambda *arguments: unpacked.append(arguments))
+    for read in (image_kind, lambda file: read_pixels(file, 16, 16, 1, None)):
+        with pytest.raises(BrokenImageError, match=r"it unpacks to more than 4,194,304 bytes"):
+            read(bomb)
+    assert unpacked == []
+
+
 def options_of(folder: Path, **options: object) -> DataOptions:
     return DataOptions(name="images", path=folder, image_size=16, **options)
 

@@ -8,6 +8,7 @@ import pytest
 from fedssl.data.datasets import load_dataset
 from fedssl.data.files import list_files
 from fedssl.data.options import DataOptions
+from fedssl.errors import UserError
 from tests.fedssl.data.data_files import refused, write_image
 
 
@@ -38,16 +39,34 @@ def test_files_that_are_left_out_are_named_but_what_programs_leave_behind_is_nei
     assert "dicom, and each must be in the folder of its class" in caplog.text
 
 
-def test_links_are_followed_once(tmp_path):
+def test_links_are_followed_once_and_out_of_the_folder_only_if_that_is_asked_for(tmp_path):
     write_image(tmp_path / "elsewhere" / "1.png", 1)
     folder = tmp_path / "images"
-    folder.mkdir()
+    write_image(folder / "a" / "2.png", 1)
+    (folder / "b.png").symlink_to(folder / "a" / "2.png")
+    (folder / "circle").symlink_to(folder)
+    (folder / "gone.png").symlink_to(tmp_path / "nothing")
+    (folder / "notes.txt").symlink_to("/etc/hostname")  # which is not read
+    (tmp_path / "link").symlink_to(folder)
+    others = [folder / "gone.png", folder / "notes.txt"]
+    for path in (folder, tmp_path / "link"):
+        images, left_out = list_files(path, follow_links=False)
+        assert [[file.relative_to(path).as_posix() for file in files] for files in (images, left_out)] == [
+            ["b.png", "a/2.png"],
+            ["gone.png", "notes.txt"],
+        ]
+    for link, target in (("c.png", "elsewhere/1.png"), ("d", "elsewhere")):
+        (folder / link).symlink_to(tmp_path / target)
+        with pytest.raises(UserError, match=rf"images/{link} is a link out of .*, to .*{target}: .*data\.follow_links"):
+            list_files(folder, follow_links=False)
+        (folder / link).unlink()
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "circle").symlink_to(folder)
-    (folder / "gone.png").symlink_to(tmp_path / "nothing")
-    images, others = list_files(folder)
-    assert images == [folder / "linked" / "1.png"]
-    assert others == [folder / "gone.png"]
+    images = [folder / "b.png", folder / "a" / "2.png", folder / "linked" / "1.png"]
+    assert list_files(folder, follow_links=True) == (images, others)
+    for paths in ({"path": folder}, {"path": folder / "a", "public_path": folder}):
+        refused("is a link out of", DataOptions(name="images", **paths))
+        assert load_dataset(DataOptions(name="images", **paths, follow_links=True), 0)
 
 
 def test_a_pipe_is_never_opened(tmp_path):

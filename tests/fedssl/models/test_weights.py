@@ -3,6 +3,7 @@
 import pickle
 import shutil
 import warnings
+import zipfile
 
 import pytest
 import timm
@@ -117,6 +118,26 @@ def test_what_is_no_weights_is_refused_and_code_in_a_file_never_run(tmp_path, ca
         with pytest.raises(UserError, match=says):
             read(tmp_path / name)
     assert "code was run" not in capsys.readouterr().out
+
+
+def test_a_small_file_of_large_weights_is_refused_before_it_is_unpacked(tmp_path):
+    torch.save({"weight": torch.zeros(2**24)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for entry in plain.infolist():
+            bomb.writestr(entry.filename, plain.read(entry), zipfile.ZIP_DEFLATED)
+    torch.save({"weight": torch.zeros(1).expand(2**40)}, tmp_path / "expanded.pt")
+    torch.save({"weight": torch.zeros(4)}, tmp_path / "lies.pt")
+    text = (tmp_path / "lies.pt").read_bytes()
+    at = text.index(b"PK\x01\x02")  # the first entry of the zip's directory: 24 bytes on, its unpacked size
+    (tmp_path / "lies.pt").write_bytes(text[: at + 24] + (2**31).to_bytes(4, "little") + text[at + 28 :])
+    assert (tmp_path / "bomb.pt").stat().st_size < 2**20
+    for name, says in {
+        "bomb.pt": r"bomb\.pt has [\d,]+ bytes, but what it holds would take 67,1",
+        "lies.pt": r"lies\.pt has .* bytes, but what it holds would take 2,147,",
+        "expanded.pt": r"expanded\.pt has .* bytes, but what it holds would take 4,398,046,511,104,",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            read(tmp_path / name)
 
 
 def test_a_runs_folder_and_an_export_of_another_architecture_are_refused(noisy, finished, tmp_path):

@@ -88,7 +88,7 @@ def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_wit
         (tmp_path / "study", "mine.yaml"),
     ]:
         monkeypatch.chdir(folder)
-        recipe = load_recipe(path)
+        recipe = load_recipe(path, trust=True)
         assert [regularizer.name for regularizer in recipe.regularizers] == [part, part]
         assert recipe.regularizers[1].strength == 2.0
     monkeypatch.chdir(tmp_path / "study" / "parts")  # an override is seen from where it is typed
@@ -98,10 +98,11 @@ def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_wit
 def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Killed):
-        run(load_recipe("study/mine.yaml"), tmp_path / "run", KilledIn(2))
+        run(load_recipe("study/mine.yaml", trust=True), tmp_path / "run", KilledIn(2))
     monkeypatch.chdir("/")
     assert resume(tmp_path / "run").checkpoint.finished
-    assert load_recipe(tmp_path / "run" / "recipe.yaml") == load_recipe(recipe_with_own_part)
+    again, first = tmp_path / "run" / "recipe.yaml", recipe_with_own_part
+    assert load_recipe(again, trust=True) == load_recipe(first, trust=True)
 
 
 @pytest.mark.parametrize(

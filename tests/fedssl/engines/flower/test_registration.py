@@ -116,7 +116,7 @@ def test_a_site_with_the_number_of_another_is_refused_and_the_others_key_has_it(
     assert first.startswith(f"node 13 is left out: {told}: set client: 2")
     assert others[0] == "client 2 is not connected: the run begins without it"
     assert metric(tmp_path / "b", "missing", 1) == {"2": 1.0}
-    assert f"fedssl: this site is left out: {told}" in capfd.readouterr().err
+    assert f"fedssl: this site takes no part in run run: {told}" in capfd.readouterr().out
 
 
 def test_a_site_that_lies_about_its_number_or_has_no_bound_key_is_left_out(bind, quick, tmp_path, monkeypatch):
@@ -173,7 +173,10 @@ def write_images(path: Path, size: int = 8, images: int = 40, classes: tuple[str
 MISFITS = [
     (lambda path: write_images(path, size=12), r"its images are 1 x 12 x 12 \(channels x .*: set image_size: 8 under"),
     (lambda path: write_images(path, images=5), "the site has fewer training images than training.batch_size 8, which"),
-    (lambda path: {"data": {"name": "npz", "path": str(path)}}, r"there is no file .*own\.npz; set data\.path="),
+    (
+        lambda path: {"data": {"name": "npz", "path": str(path)}},
+        "its data, settings or state cannot be used; its own log",
+    ),
 ]
 
 
@@ -188,7 +191,12 @@ def test_a_site_whose_images_do_not_fit_says_so_itself_and_the_others_go_on(own,
     assert begins == ["client 1 is left out: the run begins without it"]
     assert left_out == f"round 1: client 1 is left out: {reason}"
     assert directory.read_refused() == [(1, 1, reason)]
-    assert f"fedssl: this site takes no part in run run: {reason}\n" in capsys.readouterr().out
+    log = capsys.readouterr().out
+    if number := re.search("as failure ([0-9a-f]{8})", reason):
+        reason = f"there is no file {tmp_path / 'own.npz'}; set data.path="
+        assert f"fedssl: this site takes no part in run run, failure {number[1]}: {reason}" in log
+    else:
+        assert f"fedssl: this site takes no part in run run: {reason}\n" in log
     assert metric(tmp_path / "b", "loss", 1).keys() == {"0", "2", "mean"}
 
 

@@ -15,18 +15,34 @@ from pydantic import ValidationError
 from fedssl.data.options import DataOptions
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.engines.flower.messenger import Messenger
-from fedssl.engines.flower.site import SiteEvaluation, evaluation_fault, load_site, site_federation
-from fedssl.errors import UserError
+from fedssl.engines.flower.site import (
+    SiteEvaluation,
+    SiteOptions,
+    SiteStates,
+    evaluation_fault,
+    load_site,
+    site_federation,
+)
+from fedssl.errors import SendableError, UserError
 from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
+from fedssl.messages import Message
 from fedssl.reports.evaluation import evaluate_run
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
-from tests.fedssl.engines.flower.loop_grid import WarningRecorder, run_on, start, write_sites
+from tests.fedssl.engines.flower.loop_grid import (
+    FaultsByRound,
+    Prepare,
+    WarningRecorder,
+    after_training,
+    run_on,
+    start,
+    write_sites,
+)
 from tests.fedssl.engines.short_runs import metric
 from tests.fedssl.export.finished_runs import write_images
 
@@ -266,6 +282,85 @@ def test_a_site_brings_its_images_to_the_size_and_the_colours_that_the_recipe_sa
     images = site_federation(recipe, load_site(site)).dataset.train_images[:]
     assert images.shape == (9, expected, 12, 12)
     assert (images == images[:, :1]).all() == (kind == "grey" or expected == 1)
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_a_state_with_a_flipped_bit_is_not_used_and_one_of_an_earlier_version_is(digest, tmp_path):
+    states = SiteStates(tmp_path, 1, prune=True)
+    written = Message({"online.weight": torch.arange(9.0)}, {"a": 1.0})
+    for number, kept in ((1, []), (2, [1]), (3, [2]), (2, [1])):
+        states.store(number, written, kept)
+        assert torch.equal(states.load(number).tensors["online.weight"], torch.arange(9.0))
+    assert len(list(tmp_path.iterdir())) == 2  # the state of round 2 and its digest; the others are not needed any more
+    file = tmp_path / "client-0001.round-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+    if digest:
+        with pytest.raises(SendableError, match="its state of round 2 was changed since it was written, or is damaged"):
+            states.load(2)
+        file.unlink()
+        with pytest.raises(UserError, match=r"cannot be read as a checkpoint: .*No such file"):
+            states.load(2)
+    else:
+        file.with_suffix(".sha256").unlink()
+        assert states.load(2).numbers == {"a": 1.0}
+
+
+def test_a_site_that_is_killed_between_a_state_and_its_digest_goes_on(tmp_path, monkeypatch):
+    states = SiteStates(tmp_path, 1, prune=True)
+    states.store(1, Message({}, {"a": 1.0}), [])
+
+    def killed(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedssl.engines.flower.site.write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        states.store(1, Message({}, {"a": 2.0}), [])
+    assert states.load(1).numbers == {"a": 2.0}
+
+
+def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(quick, tmp_path, sites, capsys):
+    """A broken file and one exception a round, each of which names a patient; the site's own log has them."""
+    name = "huber_maria_1961"
+
+    def fails(error: Exception) -> Prepare:
+        def fail(reply: object) -> None:
+            raise error
+
+        return after_training(fail)
+
+    with pytest.raises(ValidationError) as invalid:
+        SiteOptions.model_validate({"client": name, "state": "x"})
+    faults = {
+        1: (fails(OSError(2, "No such file or directory", f"/scans/{name}.png")), "a file of it cannot be"),
+        2: (fails(OSError(28, "No space left", f"/scans/{name}.png")), "no space left on its disk"),
+        3: (fails(KeyError(name)), "its code failed with KeyError"),
+        4: (fails(UserError(f"/scans/{name}.png cannot be read")), "its data, settings or state cannot be used"),
+        5: (fails(invalid.value), "its code failed with ValidationError"),
+        6: (fails(MemoryError(name)), "it ran out of memory"),
+        7: (fails(SendableError("its weights are not finite")), "its weights are not finite"),
+    }
+    recipe = quick(**(AVERAGED | SITES | NO_DATA), rounds=len(faults), guard={"minimum_answers": 1})
+    directory, grid = start(recipe, tmp_path / "run", sites)
+    warnings = run_on(recipe, directory, grid, FaultsByRound(grid, {k: fault for k, (fault, _) in faults.items()}))
+    broken = tmp_path / "images1" / f"{name}.png"
+    broken.write_bytes(b"no image")
+    again, second = start(recipe, tmp_path / "again", sites)
+    warnings += run_on(recipe, again, second, rounds=False)
+    log = capsys.readouterr().out
+    for warning, told in zip(warnings, [told for _, told in faults.values()] + ["its data, settings or"], strict=False):
+        assert f" is left out: {told}" in warning
+        if number := re.search(r"its own log has the reason as failure ([0-9a-f]{8})", warning):
+            assert re.search(rf"failure {number[1]}: .*?{name}", log, re.DOTALL)
+    assert len(log.split(name)) > len(faults)
+    assert str(broken) in log
+    for reply in [*grid.sent, *second.sent]:
+        text = repr(reply.error) if reply.has_error() else repr(dict(reply.content.config_records))
+        assert name not in text
+        assert str(tmp_path) not in text
+    for file in (tmp_path / "run").rglob("*.csv"):
+        assert name not in file.read_text()
 
 
 def test_a_server_without_data_must_know_the_classes_of_labels_and_is_for_sites(quick, tiny):
