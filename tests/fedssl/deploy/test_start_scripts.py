@@ -33,6 +33,7 @@ from tests.fedssl.engines.flower.deployment import (
     free_port,
     is_listening,
     kill_marked,
+    listening,
     make_authority,
     marked,
     missing_tools,
@@ -174,17 +175,9 @@ def require_reverse_proxy(members: Members, run: str) -> None:
     members.wait_for("server", "the reverse proxy (nginx) has ended and is started again")
     poll(lambda: is_listening(members.port), "the reverse proxy listens again")
     require_refusals()
-    assert listening_addresses(members.internal_port) == {"0100007F"}  # 127.0.0.1
+    assert listening(f"{members.folder}/", members.internal_port) == ["127.0.0.1"]
     assert 403 not in {post(members.internal_port, certificate, path) for path in OPERATORS[:3]}
     assert post(members.internal_port, certificate, "/v1/fleet/push-object", 2**25) == 413
-
-
-def listening_addresses(port: int) -> set[str]:
-    """The addresses of this machine at which something listens on a port, as /proc/net writes them (Linux)."""
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    return {
-        local.partition(":")[0] for _, local, _, state, *_ in lines if (local[-5:], state) == (f":{port:04X}", "0A")
-    }
 
 
 @needs_tools
