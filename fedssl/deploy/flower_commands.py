@@ -24,6 +24,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from .bad_answers import end_with_threads, survive_bad_answers
+
 _COPIED_COMMANDS = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
 _RESTARTED_COMMAND = "flower-superexec"  # Flower starts it once; it ends if a request of its own fails
 _RESTART_SECONDS = 1.0
@@ -61,6 +63,7 @@ def run(
     Returns:
         The command's exit code; 130 if this process was interrupted.
     """
+    survive_bad_answers()
     entry_points = {name: _entry_point(name) for name in (command[0], *_COPIED_COMMANDS)}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     with tempfile.TemporaryDirectory(prefix="fedssl-") as folder, socket.socket(socket.AF_UNIX) as listener:
@@ -77,7 +80,11 @@ def run(
             listener.close()
             end_with_parent()
             prepare()
-            return _run_entry_point(entry_points[command[0]], command, environment)
+            _run_entry_point(entry_points[command[0]], command, environment)
+            if command[0] == "flower-supernode":  # ends with SystemExit, and returns after an error that it has logged
+                print("fedssl: the site ends after the error above; it may be started again", file=sys.stderr)
+                return 1
+            return 0
 
         main = fork(start)
         copies: dict[int, _Copy] = {}  # by process id
@@ -200,6 +207,8 @@ def _run_entry_point(entry: Callable[[], None], command: list[str], environment:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command
+    if not command[0].startswith("flwr-"):  # those are a run's own processes
+        end_with_threads()
     entry()
     return 0
 

@@ -75,8 +75,8 @@ def _require_simulation(recipe: Recipe) -> None:
         )
     if "ray" in sys.modules and not _CONFINED.items() <= os.environ.items():
         raise UserError(
-            "engine flower-simulation must confine Ray to this machine and user before Ray is imported, but this process "
-            "has imported ray already: start the run in a new process (fedssl run does)"
+            "engine flower-simulation confines Ray to this machine and user when it imports it, but this process has "
+            "imported ray already: start the run in a new process (fedssl run does)"
         )
     if find_spec("ray") is None:
         raise UserError(f"engine flower-simulation needs Ray: {install_command('flower')}")
