@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ..engines.flower.site import SiteOptions, load_site
+from ..engines.flower.site_options import SiteOptions, load_site
 from ..errors import UserError
 from ..untrusted import quoted
 from .certificates import RENEWAL_DAYS, certificate_fingerprint, read_certificate, require_authority

@@ -25,7 +25,8 @@ from ...recipe.reading import load_recipe
 from ..rounds import evaluate_after
 from .privacy import private_answer
 from .registration import DataForm
-from .site import SiteStates, add_evaluation, load_site, site_federation
+from .site import SiteStates, add_evaluation, site_federation
+from .site_options import load_site
 from .wire import from_records, to_records
 
 
