@@ -216,6 +216,8 @@ def test_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
     members.wait_for("hospital-b", f"the app has the digest {digest}, and the approved digest is {'0' * 64}")
     assert members.status(run) == "running"
     assert not list(members.consortium.glob("hospital-b/state/*"))
+    printed = members.fedssl("doctor", "--consortium", "consortium/server")
+    assert re.findall("^ok +(.*): connected since ", printed, re.MULTILINE) == ["hospital-a", "hospital-b"]
     require_reverse_proxy(members, run)
     members.approve("hospital-b", digest)  # while it runs
     poll(lambda: members.status(run).startswith("finished"), "the run ends", pause=0.5)
