@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -33,6 +34,19 @@ GOOD = {
 #: status, content type and content of bad answers; each request gets all of them, and good ones from then on
 BAD = [(code, FLOWERS, b"") for code in (500, 502, 503, 507, 429)]
 BAD += [(200, HTML, b"<p>Log in"), (200, "", b""), (204, FLOWERS, b""), (200, FLOWERS, b"\xff"), (302, FLOWERS, b"")]
+
+
+@contextlib.contextmanager
+def raising(connection):
+    """Flower's connection logs what is raised in it, and goes on; a test fails by it."""
+    failures = []
+    with connection as callbacks:
+        try:
+            yield callbacks
+        except BaseException as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
 
 
 @pytest.fixture
@@ -69,7 +83,7 @@ def connected(monkeypatch):
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         started.append(server)
-        return fleet_http_connection.http_request_response(f"127.0.0.1:{server.server_port}", True), counts
+        return raising(fleet_http_connection.http_request_response(f"127.0.0.1:{server.server_port}", True)), counts
 
     yield connect
     for server in started:
