@@ -21,7 +21,10 @@ OPTIONAL = ("onnx", "onnxruntime", "flwr", "ray")
 def doctor(
     consortium: Annotated[
         Path | None,
-        Option(metavar="FOLDER", help="Check a site instead: FOLDER is the site's, as fedssl provision wrote it."),
+        Option(
+            metavar="FOLDER",
+            help="Check a site's folder instead; of the server's, show which sites are connected.",
+        ),
     ] = None,
 ) -> None:
     """Show what is installed and used, and test the CUDA kernels. Look here first if something does not work."""

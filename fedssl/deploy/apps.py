@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Error, Message
 from flwr.cli.build import build_fab_from_disk
@@ -27,13 +27,15 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.run import Run
 from flwr.supernode import start_client_internal
 
-from ..engines.flower.site import load_site
+from ..engines.flower.site_options import load_site
 from ..errors import UserError, installed_distribution
-from ..recipe.recipe import Recipe
 from ..run_folder.creation import default_folder
 from ..run_folder.storage import make_folder, write_atomically
 from ..templates import fill_template
 from ..untrusted import own_parts, printable
+
+if TYPE_CHECKING:
+    from ..recipe.recipe import Recipe
 
 # JSON's escapes are valid in TOML, except those of characters beyond 16 bits
 _toml = partial(json.dumps, ensure_ascii=False)

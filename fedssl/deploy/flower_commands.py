@@ -1,10 +1,14 @@
-"""Flower's commands as forked copies of one process that has imported the modules they need.
+"""Flower's commands as forked copies of processes that have imported the modules they need.
 
 A SuperLink starts a `flwr-serverapp` for every run and a SuperNode a `flwr-clientapp` for every message, both through a
-`flower-superexec`. Importing torch, timm and fedssl takes each of them longer than many rounds last, so `run` imports
-them once. It puts commands of these names first in the path. Such a command asks `run` for a copy of its process. The
-copy does the work of Flower's own command, with the asking command's arguments, environment, folder and output. The
-command ends with the copy's exit code.
+`flower-superexec`. Importing torch, timm and fedssl takes each of the apps longer than many rounds last. So there are:
+
+- the process that calls `run`, which waits, and forks `flower-superexec`. It has imported Flower alone;
+- the app host, which it forks when an app is asked for. It imports torch and the rest once and forks the apps. When no
+  app has run for some minutes it ends, so that a SuperLink or a SuperNode that waits for runs needs little memory.
+
+`run` puts commands of these names first in the path. Such a command asks for a copy. The copy does the work of Flower's
+own command, with the asking command's arguments, environment, folder and output. The command ends with its exit code.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from .bad_answers import end_with_threads, survive_bad_answers
+
 _COPIED_COMMANDS = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
 _RESTARTED_COMMAND = "flower-superexec"  # Flower starts it once; it ends if a request of its own fails
 _RESTART_SECONDS = 1.0
+_IDLE_SECONDS = 600.0  # without an app, after which the app host ends
 
 _REQUEST = """\
 #!{python} -IS
@@ -54,20 +61,27 @@ def run(
 ) -> int:
     """Run one of Flower's commands, and those that it starts, until it ends or this process is terminated.
 
-    `modules` are those that the copies need besides Flower. They are imported while the command starts, and must not
-    start threads or look for a CUDA device when they are imported: a fork has neither. `prepare` is called in the
-    command's process before it starts.
+    `modules` are those that the apps need besides Flower. The app host imports them; they must not start threads or
+    look for a CUDA device when they are imported: a fork has neither. `prepare` is called in the command's process
+    before it starts.
 
     Returns:
         The command's exit code; 130 if this process was interrupted.
     """
+    survive_bad_answers()
     entry_points = {name: _entry_point(name) for name in (command[0], *_COPIED_COMMANDS)}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
-    with tempfile.TemporaryDirectory(prefix="fedssl-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        address = str(Path(folder) / "copies")
-        listener.bind(address)
-        listener.listen()
+    with (
+        tempfile.TemporaryDirectory(prefix="fedssl-") as folder,
+        socket.socket(socket.AF_UNIX) as listener,
+        socket.socket(socket.AF_UNIX) as app_listener,
+    ):
+        addresses = {listener: str(Path(folder) / "copies"), app_listener: str(Path(folder) / "apps")}
+        for waiting, address in addresses.items():
+            waiting.bind(address)
+            waiting.listen()
         for name in _COPIED_COMMANDS:
+            address = addresses[listener if name == _RESTARTED_COMMAND else app_listener]
             file = Path(folder) / name
             file.write_text(_REQUEST.format(python=sys.executable, address=repr(address), name=repr(name)))
             file.chmod(0o700)
@@ -75,27 +89,61 @@ def run(
 
         def start() -> int:
             listener.close()
+            app_listener.close()
             end_with_parent()
             prepare()
-            return _run_entry_point(entry_points[command[0]], command, environment)
+            _run_entry_point(entry_points[command[0]], command, environment)
+            if command[0] == "flower-supernode":  # ends with SystemExit, and returns after an error that it has logged
+                print("fedssl: the site ends after the error above; it may be started again", file=sys.stderr)
+                return 1
+            return 0
 
         main = fork(start)
         copies: dict[int, _Copy] = {}  # by process id
+        app_host: int | None = None
         code: int | None = None
         try:
-            for module in modules:
-                import_module(module)
             while (code := _exit_code(main)) is None:
                 _handle_ended(copies)
-                if select.select([listener], [], [], 0.2)[0]:
+                if app_host is not None and (host_code := _exit_code(app_host)) is not None:
+                    app_host = None
+                    if host_code and select.select([app_listener], [], [], 0)[0]:
+                        app_listener.accept()[0].close()  # what the app needs cannot be imported: the command ends
+                asked = [listener] if app_host is not None else [listener, app_listener]
+                ready = select.select(asked, [], [], 0.2)[0]
+                if listener in ready:
                     copies |= _start_copy(listener, entry_points)
+                if app_listener in ready:
+                    app_host = fork(lambda: _host_apps(app_listener, entry_points, modules))
             return code
         except KeyboardInterrupt:
             return 130
         finally:
             if code is None:
                 _terminate({main})
-            _terminate(copies.keys())
+            _terminate({*copies, *([] if app_host is None else [app_host])})
+
+
+def _host_apps(listener: socket.socket, entry_points: dict[str, Callable[[], None]], modules: Sequence[str]) -> int:
+    """Import modules and make copies for apps, in a process of its own, until none has run for `_IDLE_SECONDS`."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_with_parent()
+    copies: dict[int, _Copy] = {}
+    try:
+        for module in modules:
+            import_module(module)
+        idle_since = time.monotonic()
+        while copies or time.monotonic() - idle_since < _IDLE_SECONDS:
+            _handle_ended(copies)
+            if select.select([listener], [], [], 0.2)[0]:
+                copies |= _start_copy(listener, entry_points)
+            if copies:
+                idle_since = time.monotonic()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _terminate(copies.keys())
 
 
 def fork(work: Callable[[], int]) -> int:
@@ -200,6 +248,8 @@ def _run_entry_point(entry: Callable[[], None], command: list[str], environment:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command
+    if not command[0].startswith("flwr-"):  # those are a run's own processes
+        end_with_threads()
     entry()
     return 0
 

@@ -4,13 +4,20 @@ The SuperLink serves three interfaces on one port. Sites use `/v1/fleet/` and sh
 for no key: `/v1/control/` starts runs and registers keys, `/v1/runtime/` belongs to a run's own process. Flower reads a
 request's whole body into memory before it checks a key, and has no limit for it. So a middleware around its application
 refuses requests before their bodies are read, and a site's answer may have a limited number of pieces.
+
+Who shows no registered key may also not keep the SuperLink busy: with headers or a body that do not end, or with many
+connections. Addresses do not tell who somebody is, as a site and a stranger may share one. So a request that takes long
+is asked for its key, and where there are many without one, the oldest are ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import binascii
 import datetime
+import resource
 from base64 import b64decode
+from collections import Counter
 from ipaddress import ip_address
 from typing import Any
 
@@ -32,6 +39,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http import auto
 
 from ..engines.flower.messenger import REFUSED_BY_SUPERLINK
 
@@ -39,6 +47,14 @@ from ..engines.flower.messenger import REFUSED_BY_SUPERLINK
 LARGEST_BODY = 2**23
 #: bytes of a request without a registered key, such as that of a node that introduces itself
 LARGEST_BODY_WITHOUT_KEY = 2**16
+#: seconds for a request's headers, and for the body of a request without a registered key
+LONGEST_WITHOUT_KEY = 10.0
+#: seconds for the body of a site's request
+LONGEST_BODY = 180.0
+#: requests whose key has not been looked at and whose body has not arrived; connections without a request
+MOST_WITHOUT_KEY = 64
+MOST_IDLE = 512
+_OPEN_FILES = 2**14
 #: objects of an answer: records, arrays and the arrays' pieces of 5 MiB; also limits the database's work
 MOST_OBJECTS = 1000
 
@@ -48,6 +64,11 @@ _push_messages = fleet_handlers.push_messages
 def limit_superlink() -> None:
     """Change Flower's modules in this process, which then runs `flower-superlink`."""
     extensions.get_middleware = lambda: (Middleware(RequestLimits),)
+    auto.AutoHTTPProtocol = limit_connections(auto.AutoHTTPProtocol)
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one, also before TLS begins
+    if files < _OPEN_FILES:
+        wanted = _OPEN_FILES if most_files == resource.RLIM_INFINITY else min(_OPEN_FILES, most_files)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most_files))
     fleet_handlers.push_messages = push_messages
     # milliseconds that a request waits for the database while another one writes
     pragmas: Any = tuple((dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": "120000"}).items())
@@ -55,10 +76,15 @@ def limit_superlink() -> None:
 
 
 class RequestLimits:
-    """A middleware that refuses requests from other machines except for `/v1/fleet/` (403), and large bodies (413)."""
+    """A middleware that refuses requests from other machines except for `/v1/fleet/` (403).
+
+    It reads a body before the application does, and refuses large (413) and slow ones (408), earlier without a key.
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app
+        #: the waits for bodies of requests whose key has not been looked at; the oldest request first
+        self._without_key: dict[object, asyncio.Timeout] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_for_sites = "path" in scope and scope["path"].startswith("/v1/fleet/")
@@ -70,26 +96,92 @@ class RequestLimits:
             await self._call_limited(scope, receive, send)
 
     async def _call_limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, most = Headers(scope=scope), LARGEST_BODY_WITHOUT_KEY
+        headers, most, is_known = Headers(scope=scope), LARGEST_BODY_WITHOUT_KEY, False
         announced = headers.get("content-length", "")
         size = int(announced) if announced.isdecimal() else 0
         received, messages, more = 0, [], True
+        end = asyncio.get_running_loop().time() + LONGEST_WITHOUT_KEY
+        request = object()
         while more:
-            size = max(size, received)
-            if size > most < LARGEST_BODY and await run_in_threadpool(_has_registered_key, scope, headers):
-                most = LARGEST_BODY
-            if size > most:
-                await _refuse(413, f"the request is larger than {most} bytes", scope, receive, send)
-                return
-            message = await receive()
-            messages.append(message)
-            received += len(message.get("body", b""))
-            more = bool(message.get("more_body", False))
+            size, message = max(size, received), None
+            if size <= most:
+                message = await self._receive_until(end, None if is_known else request, receive)
+            if message is not None:
+                messages.append(message)
+                received += len(message.get("body", b""))
+                more = bool(message.get("more_body", False))
+                continue
+            self._without_key.pop(request, None)
+            if not is_known and await run_in_threadpool(_has_registered_key, scope, headers):
+                is_known, most, end = True, LARGEST_BODY, end + LONGEST_BODY
+                continue
+            reason = f"the request is larger than {most} bytes" if size > most else "the request's body takes too long"
+            await _refuse(413 if size > most else 408, reason, scope, receive, send)
+            return
+        self._without_key.pop(request, None)
 
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
 
         await self._app(scope, replay, send)
+
+    async def _receive_until(self, end: float, request: object | None, receive: Receive) -> Message | None:
+        """Return the next message of a request, None after the time `end`.
+
+        `request` is None for a site's. Of the others the oldest ends earlier if there are too many of them.
+        """
+        try:
+            async with asyncio.timeout_at(end) as wait:
+                if request is not None:
+                    self._without_key[request] = wait  # and keeps its place
+                    if len(self._without_key) > MOST_WITHOUT_KEY:
+                        self._without_key.pop(next(iter(self._without_key))).reschedule(0.0)
+                return await receive()
+        except TimeoutError:
+            return None
+
+
+def limit_connections(protocol: type[Any]) -> type[Any]:
+    """Return a class of uvicorn's connections that end where a request's headers take too long.
+
+    If there are too many connections without a request, the oldest of the address that has most of them is ended.
+    """
+    idle: dict[Any, None] = {}  # the oldest first
+
+    class LimitedConnection(protocol):
+        _end: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait_for_headers()
+
+        def data_received(self, data: bytes) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self._wait_for_headers()
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_waiting()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(error)
+
+        def _wait_for_headers(self) -> None:
+            if self._end is not None:
+                return
+            self._end = self.loop.call_later(LONGEST_WITHOUT_KEY, self.transport.abort)
+            idle[self] = None
+            if len(idle) > MOST_IDLE:
+                [(address, _)] = Counter(other.client and other.client[0] for other in idle).most_common(1)
+                next(other for other in idle if (other.client and other.client[0]) == address).transport.abort()
+
+        def _stop_waiting(self) -> None:
+            idle.pop(self, None)
+            if self._end is not None:
+                self._end.cancel()
+                self._end = None
+
+    return LimitedConnection
 
 
 def _is_from_this_machine(scope: Scope) -> bool:

@@ -11,11 +11,10 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib import import_module
 from pathlib import Path
 
-from ..engines.flower.site import count_own_images, load_site
 from ..engines.flower.site_keys import MANIFEST, SITES, VARIABLE
+from ..engines.flower.site_options import load_site
 from ..errors import UserError
 from ..run_folder.creation import alone_in
 from ..untrusted import expand_home, printable
@@ -26,8 +25,8 @@ from .limits import limit_superlink
 from .reverse_proxy import write_reverse_proxy
 
 #: modules that a ServerApp or ClientApp needs; importing them starts no threads and looks for no CUDA device
-_APP_MODULES = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
-_LATE_MODULES = ("torch._dynamo", "timm")  # the first is imported by the first optimizer that is made
+_APP_MODULES: tuple[str, ...] = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
+_APP_MODULES += ("timm", "torch._dynamo")  # the last is imported by the first optimizer that is made
 _INSECURE = "warning: insecure: without TLS all messages can be read and changed on their way"
 _PRIVATE_UMASK = 0o077  # the files of these processes, and of those that they start, are for their user alone
 
@@ -70,7 +69,7 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
         if reverse_proxy is not None:
             path = write_reverse_proxy(folder.absolute(), reverse_proxy, host, port)
             print(f"fedssl: the reverse proxy's configuration is written; start it with: nginx -c {path}", flush=True)
-        return run(command, environment, [*_APP_MODULES, *_LATE_MODULES], limit_superlink)
+        return run(command, environment, _APP_MODULES, limit_superlink)
 
 
 def supernode(
@@ -110,9 +109,7 @@ def supernode(
         command += ["--auth-supernode-private-key", str(_existing(key, "name the site's private key"))]
         require_authority(certificate)
         read_site_key(key)
-    for module in _APP_MODULES:
-        import_module(module)
-    # in a copy, because this process is forked later: it must not have used torch's threads or CUDA until then
+    # in a copy, because this process only waits for runs: what it has imported would stay in memory
     if os.waitpid(fork(lambda: _check_data(site_file)), 0)[1]:
         return 2
     # Flower looks for a new message's task every second; a round has several such steps one after another
@@ -120,7 +117,7 @@ def supernode(
     if load_site(site_file).approved_apps is None and not allowed_apps and not ask:
         advice = "approve single apps with --allow, --ask or approved_apps in the site's file"
         _print_error(f"every app that the server sends runs at this site; {advice}")
-        return _explain_end(run(command, environment, _LATE_MODULES))
+        return _explain_end(run(command, environment, _APP_MODULES))
     from .apps import ApprovedApps, refuse_other_apps
 
     approved = ApprovedApps(site_file.absolute(), allowed_apps, ask)
@@ -128,7 +125,7 @@ def supernode(
     # already: so only apps that this process has approved may be there.
     with tempfile.TemporaryDirectory(prefix="fedssl-apps-") as home:
         environment |= {"FLWR_HOME": home}
-        return _explain_end(run(command, environment, _LATE_MODULES, lambda: refuse_other_apps(approved)))
+        return _explain_end(run(command, environment, _APP_MODULES, lambda: refuse_other_apps(approved)))
 
 
 def _explain_end(code: int) -> int:
@@ -149,6 +146,8 @@ def _explain_end(code: int) -> int:
 
 def _check_data(site_file: Path) -> int:
     """Load the site's data and make its state folder, as its apps will; return an exit code."""
+    from ..engines.flower.site import count_own_images
+
     try:
         site = load_site(site_file)
         if (count := count_own_images(site)) is not None:

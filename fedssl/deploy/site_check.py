@@ -14,11 +14,12 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ..engines.flower.site import SiteOptions, count_own_images, load_site
 from ..engines.flower.site_keys import key_fingerprint
+from ..engines.flower.site_options import SiteOptions, load_site
 from ..errors import UserError
 from ..untrusted import quoted
 from .certificates import certificate_fingerprint, read_certificate, require_authority
+from .connected_sites import connected_sites
 from .consortium import RENEWAL_DAYS, Member, load_member
 from .keys import read_site_key
 
@@ -38,12 +39,16 @@ class Check(NamedTuple):
 def check_site(folder: Path) -> list[Check]:
     """Check everything that a site's folder needs for a run, in the order in which problems should be corrected.
 
+    Of the server's folder, the sites are checked: whether each is connected.
+
     Raises:
-        UserError: the folder is not one that `provision` wrote, or is the server's.
+        UserError: the folder is not one that `provision` wrote; the server is not reached from its own folder.
     """
     member = load_member(folder)
     if member.name == "server":
-        raise UserError(f"{folder} is the server's folder: fedssl doctor --consortium checks a site's folder")
+        advice = "ask the site to start its SuperNode and to call fedssl doctor --consortium ."
+        sites = connected_sites(member, folder)
+        return [Check(site, finding, None if is_connected else advice) for site, finding, is_connected in sites]
     checks = [
         _guarded("authority", "ask the coordinator for ca.crt again", lambda: _authority(folder)),
         _guarded("site's key", "see STEPS.md; a key is made with fedssl provision request", lambda: _key(folder)),
@@ -156,6 +161,8 @@ def _device(site: SiteOptions) -> tuple[str, str | None]:
 
 
 def _data(site: SiteOptions, folder: Path) -> tuple[str, str | None]:
+    from ..engines.flower.site import count_own_images
+
     before = Path.cwd()
     os.chdir(folder)  # where the start script runs, from which relative paths count
     try:

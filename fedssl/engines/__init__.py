@@ -1,4 +1,7 @@
-"""Engines run a method: in this process, or on Flower. `run` and `resume` are `fedssl.run` and `fedssl.resume`."""
+"""Engines run a method: in this process, or on Flower. `run` and `resume` are `fedssl.run` and `fedssl.resume`.
+
+Importing this imports no torch: the processes of Flower that wait for runs import modules of this folder.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ..errors import UserError, install_command
-from ..recipe.reading import load_stored_recipe
-from ..recipe.recipe import Recipe
-from ..run_folder.directory import RunDirectory
-from ..run_folder.record import Run, read_run
-from .observers import Observer, Observers
+
+if TYPE_CHECKING:
+    from ..recipe.recipe import Recipe
+    from ..run_folder.record import Run
+    from .observers import Observer
 
 # Flower and Ray report usage unless these are set when they are imported.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -36,6 +40,9 @@ def run(recipe: Recipe, path: str | Path, *, overwrite: bool = False, observers:
     Raises:
         UserError: the folder exists, the data cannot be read, or the recipe's parts do not go together.
     """
+    from ..run_folder.record import read_run
+    from .observers import Observers
+
     return read_run(engine_of(recipe).run(recipe, Path(path), Observers(observers), overwrite).path)
 
 
@@ -68,6 +75,11 @@ def resume(
             part of the recipe was defined in a notebook or script that is no longer running.
         TypeError: `overrides` is a single string.
     """
+    from ..recipe.reading import load_stored_recipe
+    from ..run_folder.directory import RunDirectory
+    from ..run_folder.record import read_run
+    from .observers import Observers
+
     if isinstance(overrides, str):
         raise TypeError(f"overrides: expected a list such as [{overrides!r}], got the string {overrides!r}")
     changes = [*overrides, *([] if clients_parallel is None else [f"clients_parallel={clients_parallel}"])]

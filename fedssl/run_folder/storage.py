@@ -13,16 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from torch import Tensor
 
 from ..errors import UserError
-from ..messages import Message
 from ..untrusted import open_regular_file, printable, read_regular_file
+
+if TYPE_CHECKING:  # a process that waits for runs writes files without torch
+    from torch import Tensor
+
+    from ..messages import Message
 
 #: files flushed or removed at the same time. Flushing a hundred files took three quarters of the time that it took one
 #: after another, and less than half while others wrote to the disk, because the disk joins concurrent requests.
@@ -31,9 +32,10 @@ _AT_A_TIME = 8
 _FORMULA = re.compile("'*[=+@-].")
 #: the safetensors names of the dtypes
 _DTYPES = {
-    **{torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32"},
-    **{torch.int64: "I64", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64"},
-    **{torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"},
+    **{"torch.bool": "BOOL", "torch.uint8": "U8", "torch.int8": "I8", "torch.int16": "I16", "torch.int32": "I32"},
+    **{"torch.int64": "I64", "torch.uint16": "U16", "torch.uint32": "U32", "torch.uint64": "U64"},
+    **{"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32", "torch.float64": "F64"},
+    "torch.complex64": "C64",
 }
 
 
@@ -194,6 +196,8 @@ def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
     The library's `save` copies them twice, which took most of the time of writing a client's state. Equal tensors and
     metadata give equal files. Larger dtypes come first, so each tensor is aligned.
     """
+    import torch
+
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
     entries: dict[str, Any] = {"__metadata__": metadata}
@@ -202,7 +206,7 @@ def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
     for name in order:
         tensor = stored[name]
         start, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": _DTYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
         parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
@@ -211,6 +215,10 @@ def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
 
 def read_message(path: Path) -> Message:
     """Read what `write_message` wrote; raise UserError if the file is missing or damaged."""
+    from safetensors.torch import load as load_tensors
+
+    from ..messages import Message
+
     try:
         data = read_regular_file(path)
         # Copies in torch's own memory: views of `data` would be aligned by chance, and a matrix product can round

@@ -32,7 +32,8 @@ from .failures import failure_reason
 from .messenger import MOST_REASONS, config_of, one_line
 from .privacy import private_answer
 from .registration import DataForm
-from .site import SiteStates, add_evaluation, load_site, site_federation
+from .site import SiteStates, add_evaluation, site_federation
+from .site_options import load_site
 from .wire import from_records, to_records
 
 _MOST_NAMED = 20  # numbers of an answer

@@ -1,9 +1,17 @@
-"""Simulate the Flower engine on Ray, on this machine: the same server and clients as in a deployment."""
+"""Simulate the Flower engine on Ray, on this machine: the same server and clients as in a deployment.
+
+Ray runs any code that it is sent. So it listens on loopback alone, asks for a token that this process makes, and keeps
+its files and sockets in a folder that is for this user alone.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +36,14 @@ from .messenger import Messenger, Stopped
 from .privacy import private_federation
 from .registration import ConnectedClients
 from .server import FlowerClients
+
+#: Ray reads these once, when it is imported. The first, made for other systems, confines it to loopback here too.
+_CONFINED = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+}
+_LONGEST_FOLDER = 20  # characters: the names of Ray's sockets below it may have 107 in all
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
@@ -62,8 +78,14 @@ def _require_simulation(recipe: Recipe) -> None:
             "fedssl app RECIPE FOLDER and start it with flwr run FOLDER (docs/deploy.md), or use "
             "engine=flower-simulation on this machine"
         )
+    if "ray" in sys.modules and not _CONFINED.items() <= os.environ.items():
+        raise UserError(
+            "engine flower-simulation confines Ray to this machine and user when it imports it, but this process has "
+            "imported ray already: start the run in a new process (fedssl run does)"
+        )
     if find_spec("ray") is None:
         raise UserError(f"engine flower-simulation needs Ray: {install_command('flower')}")
+    os.environ.update(_CONFINED)
 
 
 def _simulate(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:
@@ -84,14 +106,16 @@ def _simulate(federation: Federation, directory: RunDirectory, observer: Observe
 
     client_app = make_client_app((directory.path / "recipe.yaml").absolute(), simulated=True)
     options = federation.recipe.flower
-    ray: dict[str, Any] = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
+    ray: dict[str, Any] = {"address": "local"}  # else Ray joins a cluster that RAY_ADDRESS or a file in /tmp names
+    ray |= {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
     if options.cpus is not None:
         ray["num_cpus"] = options.cpus
     if options.object_store_megabytes is not None:
         ray["object_store_memory"] = options.object_store_megabytes * 2**20
     resources = {"num_cpus": options.client_cpus, "num_gpus": options.client_gpus}
     backend: Any = {"init_args": ray, "client_resources": resources}
-    with _quiet_until(stop):
+    with _private_folder() as folder, _quiet_until(stop):
+        ray["_temp_dir"] = folder
         run_simulation(server_app, client_app, len(federation.client_rows), backend_config=backend)
     if not outcome:
         raise RuntimeError("the simulation ended before its server app")
@@ -100,6 +124,16 @@ def _simulate(federation: Federation, directory: RunDirectory, observer: Observe
     if outcome[0] is not None:
         raise outcome[0]
     return directory
+
+
+@contextmanager
+def _private_folder() -> Iterator[str]:
+    """Make a folder for Ray, which lets everybody write into it, below one that only this user can enter."""
+    place = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(
+        prefix="fedssl-", dir=place if len(place) <= _LONGEST_FOLDER else "/tmp", ignore_cleanup_errors=True
+    ) as folder:
+        yield f"{folder}/ray"
 
 
 @contextmanager

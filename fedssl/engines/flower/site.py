@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, StringConstraints
 from torch import Tensor
 
 from ...data.datasets import load_dataset
@@ -21,11 +20,11 @@ from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...models.weights import ModelOptions
-from ...options import Options, read_options
 from ...recipe.recipe import Recipe
 from ...run_folder.directory import client_file
 from ...run_folder.storage import digest_of, read_message, write_atomically, write_message
 from ...untrusted import expand_home, read_regular_file
+from .site_options import SiteOptions
 
 _CHECKED_SIZE = 32  # pixels a side
 _DIGEST = ".sha256"  # the ending of the file with a state's digest
@@ -34,28 +33,6 @@ _SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
 _LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
 _MOST_MEASURES = 100  # each is a line of metrics.csv
 _LONGEST_NAME = 100  # characters in the name of a measure
-
-#: the SHA-256 of an app, which `fedssl app` prints
-AppDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-
-
-class SiteOptions(Options):
-    """The keys of a site's own YAML file. The file never leaves the site."""
-
-    client: int = Field(..., ge=0, description="the site's number, from 0; each client of the recipe is one site")
-    data: DataOptions | None = Field(None, description="its own images; its share of the recipe's data where not given")
-    architecture: str | None = Field(None, description="its own; the recipe's for this client where not given")
-    device: str | None = Field(None, pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="the recipe's where not given")
-    state: Path = Field(..., description="the folder that keeps the client's model between rounds")
-    approved_apps: list[AppDigest] | None = Field(
-        None, max_length=1000, description="digests of the apps that may run at the site; any app where not given"
-    )
-
-
-def load_site(path: str | Path) -> SiteOptions:
-    """Return the options in a site's file."""
-    hint = "it holds keys with values, such as client: 0 and state: FOLDER"
-    return read_options(path, SiteOptions, "the site's file", hint)
 
 
 def count_own_images(site: SiteOptions) -> int | None:

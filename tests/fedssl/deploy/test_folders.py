@@ -20,8 +20,8 @@ from fedssl.deploy.certificates import Authority, read_certificate
 from fedssl.deploy.consortium import Consortium, load_consortium, load_member
 from fedssl.deploy.folders import answer_request, provision, revoke, write_request
 from fedssl.deploy.keys import read_public, server_key, site_key, write_private
-from fedssl.engines.flower.site import load_site
 from fedssl.engines.flower.site_keys import key_fingerprint, read_manifest
+from fedssl.engines.flower.site_options import load_site
 from fedssl.errors import UserError
 from tests.fedssl.engines.short_runs import everything
 

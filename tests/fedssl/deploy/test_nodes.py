@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -60,7 +61,6 @@ def started(monkeypatch) -> list[tuple]:
     """What would be started, in place of Flower's commands, which end as if they were interrupted."""
     calls: list[tuple] = []
     monkeypatch.setattr(nodes, "run", lambda *arguments: calls.append(arguments) or 130)
-    monkeypatch.setattr(nodes, "import_module", lambda name: None)
     return calls
 
 
@@ -160,7 +160,13 @@ def main():
             connection.connect(os.environ["PATH"].split(":")[0] + "/copies")
             connection.sendall(request)
     environment = os.environ | {"ASKED": "yes"}
-    asked = subprocess.run(["flwr-serverapp", *sys.argv[1:]], env=environment, cwd="/", capture_output=True)
+    ask = lambda: subprocess.run(["flwr-serverapp", *sys.argv[1:]], env=environment, cwd="/", capture_output=True)
+    first = ask()
+    time.sleep(2.5)
+    asked = ask()  # by another app host: the first one has ended
+    assert json.loads(first.stdout)[:-1] == json.loads(asked.stdout)[:-1], (first, asked)
+    assert json.loads(first.stdout)[-1] != json.loads(asked.stdout)[-1]
+    assert "wave" not in sys.modules
     started = subprocess.run(["flower-superexec", *sys.argv[1:]])
     print(json.dumps([asked.returncode, asked.stdout.decode(), asked.stderr.decode(), started.returncode]))
     sys.exit(7)
@@ -170,7 +176,8 @@ def app():
         print("sleeping", file=open(sys.argv[2], "w"))
         time.sleep(600)
     print("error", file=sys.stderr)
-    print(json.dumps([sys.argv, os.environ["ASKED"], os.environ["MAIN"], os.getcwd(), "wave" in sys.modules]))
+    seen = [os.environ["ASKED"], os.environ["MAIN"], os.getcwd(), "wave" in sys.modules, os.getppid()]
+    print(json.dumps([sys.argv, *seen]))
     sys.exit(3)
 
 def superexec():  # fails twice
@@ -179,7 +186,7 @@ def superexec():  # fails twice
     sys.exit(0 if len(begun.read_text()) == 3 else 5)
 
 commands._entry_point = {"flower-superlink": main, "flwr-serverapp": app, "flower-superexec": superexec}.get
-commands._RESTART_SECONDS = 0.01
+commands._RESTART_SECONDS, commands._IDLE_SECONDS = 0.01, 1.0
 command = ["flower-superlink", *sys.argv[1:]]
 sys.exit(commands.run(command, os.environ | {"MAIN": "yes"}, ["wave"]))
 """
@@ -194,7 +201,7 @@ def test_a_copy_is_the_command_that_was_asked_for_and_what_starts_the_runs_is_st
     assert done.returncode == 7, done.stderr
     code, printed, errors, started = json.loads(done.stdout)
     assert (code, errors) == (3, "error\n")
-    assert json.loads(printed) == [["flwr-serverapp", "work", begun], "yes", "yes", "/", True]
+    assert json.loads(printed)[:-1] == [["flwr-serverapp", "work", begun], "yes", "yes", "/", True]
     assert (started, Path(begun).read_text()) == (0, "xxx")
     assert done.stderr.count("fedssl: flower-superexec has ended with code 5 and is started again") == 2
 
@@ -207,9 +214,33 @@ def test_told_to_end_or_killed_it_leaves_no_copy(number, code, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, "sleep", str(begun)], env=environment)
     try:
         poll(begun.exists, "the app sleeps", seconds=120)
-        assert len(marked(f"{tmp_path}/")) == 4  # this process, the command, the one that asked, and the app
+        assert (
+            len(marked(f"{tmp_path}/")) == 5
+        )  # this process, the command, the one that asked, the app host, and the app
         os.kill(process.pid, number)
         assert process.wait(60) == code
         poll(lambda: not marked(f"{tmp_path}/"), "no copy is left", seconds=60)
+    finally:
+        kill_marked(f"{tmp_path}/")
+
+
+@needs_proc
+def test_a_superlink_and_a_supernode_that_wait_have_imported_no_torch(tmp_path):
+    """Nor scipy; each of their processes needs little memory. A copy of them had loaded the site's data."""
+    (tmp_path / "site.yaml").write_text(f"client: 0\nstate: {tmp_path}/state\n")
+    port, log = free_port(), tmp_path / "log"
+    environment = with_package() | {MARK: f"{tmp_path}/", "FLWR_HOME": str(tmp_path / "home")}
+    superlink = ["superlink", str(tmp_path), "--insecure", "--port", str(port)]
+    supernode = ["supernode", str(tmp_path / "site.yaml"), "--insecure", "--superlink", f"127.0.0.1:{port}"]
+    try:
+        with open(log, "wb") as file:
+            for command in (superlink, supernode):
+                subprocess.Popen([sys.executable, "-m", "fedssl", *command], env=environment, stdout=file, stderr=file)
+        poll(lambda: "SuperNode ID" in log.read_text(), "the site is connected")
+        poll(lambda: log.read_text().count("Starting Flower SuperExec") == 2, "both wait for runs")
+        for pid in marked(f"{tmp_path}/"):
+            assert not re.findall("libtorch|/scipy/|/sklearn/", Path(f"/proc/{pid}/maps").read_text())
+            [kilobytes] = re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+            assert int(kilobytes) < 300_000
     finally:
         kill_marked(f"{tmp_path}/")

@@ -18,8 +18,10 @@ import yaml
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
 from cryptography.hazmat.primitives.serialization import Encoding
+from flwr.proto.control_pb2 import ListNodesResponse
+from flwr.proto.node_pb2 import NodeInfo
 
-from fedssl.deploy import site_check
+from fedssl.deploy import connected_sites, site_check
 from fedssl.deploy.certificates import Authority
 from fedssl.deploy.keys import server_key
 from fedssl.deploy.site_check import Check, check_site
@@ -206,6 +208,25 @@ def test_a_key_that_others_can_read_and_a_full_disk_are_told_and_own_data_are_co
     assert checks["approved apps"] == Check("approved apps", "1 in site.yaml; others need --allow or --ask")
 
 
-def test_the_servers_folder_is_refused(folder):
-    with pytest.raises(UserError, match="is the server's folder: fedssl doctor --consortium checks a site's folder"):
+def test_of_the_servers_folder_the_sites_are_shown(folder, monkeypatch):
+    """By name, without those that were revoked; a site that is not connected is something to do."""
+    times = {"registered_at": "2026-01-01T08:00:00+00:00", "last_activated_at": "2026-01-02T10:00:00+01:00"}
+    nodes = [
+        NodeInfo(name="d", status="unregistered", **times),
+        NodeInfo(name="c", status="offline", registered_at=times["registered_at"]),
+        NodeInfo(name="b", status="offline", online_until=1767348000.0, **times),
+        NodeInfo(name="a", status="offline", last_deactivated_at="2026-01-02T09:30:00+00:00", **times),
+        NodeInfo(node_id=7, status="online", **times),
+    ]
+    monkeypatch.setattr(connected_sites.ControlHttpClient, "ListNodes", lambda *_: ListNodesResponse(nodes_info=nodes))
+    assert {(what, finding): advice is None for what, finding, advice in check_site(folder / "server")} == {
+        ("node 7", "connected since 2026-01-02 09:00:00 UTC"): True,
+        ("a", "not connected since 2026-01-02 09:30:00 UTC"): False,
+        ("b", "not connected since 2026-01-02 10:00:00 UTC"): False,
+        ("c", "never connected; its key was registered 2026-01-01 08:00:00 UTC"): False,
+    }
+
+
+def test_a_server_that_does_not_run_is_told(folder):
+    with pytest.raises(UserError, match=r"start it with start\.sh, and call this on its machine"):
         check_site(folder / "server")

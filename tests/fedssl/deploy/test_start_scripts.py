@@ -14,9 +14,12 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
+import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +29,8 @@ import yaml
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
 import httpx
+import uvicorn
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
 from fedssl.deploy.reverse_proxy import write_reverse_proxy
 from fedssl.errors import UserError
@@ -37,6 +42,7 @@ from tests.fedssl.engines.flower.deployment import (
     free_port,
     is_listening,
     kill_marked,
+    listening,
     make_authority,
     marked,
     missing_tools,
@@ -67,12 +73,12 @@ needs_tools = pytest.mark.skipif(missing_tools() is not None, reason=str(missing
 needs_nginx = pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed: apt-get install nginx-light")
 
 
-def post(port: int, certificate: Path, path: str, size: int = 0) -> int:
+def post(port: int, certificate: Path, path: str, size: int = 0, headers: dict[str, str] | None = None) -> int:
     """The HTTP status of a request of `size` bytes to a path, which is sent as it stands."""
     with httpx.Client(verify=ssl.create_default_context(cafile=certificate)) as client:
         url = httpx.URL(f"https://localhost:{port}").copy_with(raw_path=path.encode())
         try:
-            return client.post(url, content=bytes(size)).status_code
+            return client.post(url, content=bytes(size), headers=headers).status_code
         except httpx.TransportError:
             return 413  # the connection was closed before the answer could be read
 
@@ -176,17 +182,9 @@ def require_reverse_proxy(members: Members, run: str) -> None:
     members.wait_for("server", "the reverse proxy (nginx) has ended and is started again")
     poll(lambda: is_listening(members.port), "the reverse proxy listens again")
     require_refusals()
-    assert listening_addresses(members.internal_port) == {"0100007F"}  # 127.0.0.1
+    assert listening(f"{members.folder}/", members.internal_port) == ["127.0.0.1"]
     assert 403 not in {post(members.internal_port, certificate, path) for path in OPERATORS[:3]}
     assert post(members.internal_port, certificate, "/v1/fleet/push-object", 2**25) == 413
-
-
-def listening_addresses(port: int) -> set[str]:
-    """The addresses of this machine at which something listens on a port, as /proc/net writes them (Linux)."""
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    return {
-        local.partition(":")[0] for _, local, _, state, *_ in lines if (local[-5:], state) == (f":{port:04X}", "0A")
-    }
 
 
 def short_way() -> list[str]:
@@ -240,6 +238,8 @@ def test_the_short_way_from_an_empty_folder_to_a_finished_run_of_two_sites(membe
     members.wait_for("hospital-b", f"the app has the digest {digest}, and the approved digest is {'0' * 64}")
     assert members.status(run) == "running"
     assert not list(members.consortium.glob("hospital-b/state/*"))
+    printed = members.fedssl("doctor", "--consortium", "consortium/server")
+    assert re.findall("^ok +(.*): connected since ", printed, re.MULTILINE) == ["hospital-a", "hospital-b"]
     require_reverse_proxy(members, run)
     members.approve("hospital-b", digest)  # while it runs
     poll(lambda: members.status(run).startswith("finished"), "the run ends", pause=0.5)
@@ -282,6 +282,52 @@ def test_nginx_accepts_the_configuration(host, tmp_path):
     done = subprocess.run(["nginx", "-t", "-c", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warn" not in done.stderr
+
+
+@pytest.fixture
+def proxied(tmp_path) -> Iterator[int]:
+    """The port of an nginx, before a server that answers 200 as soon as it has a body."""
+
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    make_authority(tmp_path)
+    files = {"ssl_certfile": tmp_path / "server.crt", "ssl_keyfile": tmp_path / "server.key"}
+    port, inner = free_port(), free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=inner, ws="none", lifespan="off", log_level="error", **files))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    poll(lambda: server.started, "the server listens")
+    path = write_reverse_proxy(tmp_path, port, "127.0.0.1", inner)
+    nginx = subprocess.Popen(["nginx", "-c", str(path), "-g", "daemon off;"])
+    poll(lambda: is_listening(port), "nginx listens")
+    yield port
+    nginx.terminate()
+    nginx.wait()
+    server.should_exit = True
+    server.force_exit = True
+    thread.join()
+
+
+@needs_tools
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+def test_slow_posts_without_a_key_do_not_cut_off_a_site_of_the_same_address(proxied, tmp_path):
+    """They say no key, a short one, or a stranger's."""
+    context = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    keys = ["", "short", *(b64encode(public_key_to_bytes(generate_key_pairs()[1])).decode() for _ in range(2))]
+    site = keys.pop()
+    with contextlib.ExitStack() as opened:
+        for number in range(160):
+            raw = opened.enter_context(socket.create_connection(("localhost", proxied)))
+            connection = opened.enter_context(context.wrap_socket(raw, server_hostname="localhost"))
+            key = f"flwr-public-key: {keys[number % 3]}\r\n"
+            head = f"POST /v1/fleet/push-object HTTP/1.1\r\nhost: a\r\n{key}content-length: 9\r\n\r\n."
+            connection.sendall(head.encode())
+        assert post(proxied, tmp_path / "ca.crt", "/v1/fleet/pull-messages", 9) == 503  # without a key, like them
+        assert post(proxied, tmp_path / "ca.crt", "/v1/fleet/pull-messages", 9, {"flwr-public-key": site}) == 200
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,23 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.02)
 
 
+def listening(mark: str, port: int | None = None) -> list[str]:
+    """The addresses at which the processes of a mark listen, on one port if it is given."""
+    sockets = set()
+    for pid in marked(mark):
+        with contextlib.suppress(OSError):
+            sockets |= {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    found = []
+    for fields in lines:
+        address, _, number = fields[1].partition(":")
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets and port in (None, int(number, 16)):
+            words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+            family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+            found.append(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
 def poll(condition: Callable[[], bool], what: str, seconds: float = PATIENCE, pause: float = 0.1) -> None:
     """Wait until a condition holds; AssertionError with `what` after a long time."""
     deadline = time.monotonic() + seconds

@@ -93,7 +93,8 @@ def break_rounds(faults: Path) -> None:
 
 def run() -> None:
     break_rounds(Path(sys.argv.pop(1)))
-    nodes._LATE_MODULES = ("torch._dynamo",)  # no recipe here needs timm, which takes five seconds to import
+    # no recipe here needs timm, which takes five seconds to import
+    nodes._APP_MODULES = tuple(name for name in nodes._APP_MODULES if name != "timm")
     # a SuperNode without work looks for some every three seconds
     start_client_internal.time = SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, 1)))
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = GONE_SECONDS // 2

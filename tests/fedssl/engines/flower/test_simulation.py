@@ -3,14 +3,17 @@ and got more rounds."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-pytest.importorskip("ray", reason="ray is not installed: pip install .[flower]")
-
 from fedssl.engines import engine_of
+from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import METHODS
@@ -18,19 +21,34 @@ from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
 from tests.fedssl.engines.short_runs import results
 
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install .[flower]")
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
 
-#: `fedssl` whose terminal sends Ctrl-C, to all its processes, when round 1 is committed
+#: `fedssl` whose terminal sends Ctrl-C, to all its processes, when round 1 is committed; what strangers reach is noted
 INTERRUPTED = """
-import os, signal, time
+import json, os, pathlib, signal, sys, time
+import grpc
 from fedssl.cli import main
 from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.engines.flower.deployment import listening
 
 real = RunDirectory.commit
+
+def note(path):
+    import ray
+    ask = grpc.insecure_channel(ray.get_runtime_context().gcs_address)
+    try:
+        answer = str(ask.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")(b"", timeout=60))
+    except grpc.RpcError as error:
+        answer = error.code().name
+    session = ray._private.worker._global_node.get_session_dir_path()
+    path.write_text(json.dumps([listening(os.environ["FEDSSL_TEST_PROCESS"]), session, answer]))
+    assert [p for p in pathlib.Path(session).parents if p.stat().st_mode & 0o777 == 0o700]
 
 def commit(directory, number, *arguments, **keys):
     real(directory, number, *arguments, **keys)
     if number == 1:
+        note(pathlib.Path(sys.argv[-1]).with_name("noted.json"))
         os.killpg(os.getpgrp(), signal.SIGINT)
         time.sleep(1)  # the main thread hears it
 
@@ -65,9 +83,23 @@ def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(finis
         assert stopped.returncode == 130, stopped.stdout
         assert f"continue with: fedssl run --resume {path}" in stopped.stdout
         assert "Traceback" not in stopped.stdout
+        addresses, session, answer = json.loads((tmp_path / "noted.json").read_text())
+        assert len(addresses) >= 6  # this process, Ray's own ones and the clients'
+        assert set(addresses) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+        assert answer == "UNAUTHENTICATED"  # of somebody else on this machine
+        assert not Path(session).exists()
         assert RunDirectory.open(path).checkpoint.round == 1
         poll(lambda: not marked(f"{tmp_path}/"), "Ray's processes have ended too")
     finally:
         kill_marked(f"{tmp_path}/")
     engine_of(load_recipe(recipe)).resume(path, overrides=["rounds=3"])
     assert results(finished(noisy(**METHODS["hetero_ssfl"], rounds=3))) == results(path)
+
+
+def test_ray_that_was_imported_before_it_could_be_confined_is_refused(noisy, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    recipe = noisy(**METHODS["hetero_ssfl"], **SIMULATED)
+    with pytest.raises(UserError, match="has imported ray already: start the run in a new process"):
+        engine_of(recipe).run(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -15,14 +15,8 @@ from pydantic import ValidationError
 from fedssl.data.options import DataOptions
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.engines.flower.messenger import Messenger
-from fedssl.engines.flower.site import (
-    SiteEvaluation,
-    SiteOptions,
-    SiteStates,
-    evaluation_fault,
-    load_site,
-    site_federation,
-)
+from fedssl.engines.flower.site import SiteEvaluation, SiteStates, evaluation_fault, site_federation
+from fedssl.engines.flower.site_options import SiteOptions, load_site
 from fedssl.errors import SendableError, UserError
 from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder
