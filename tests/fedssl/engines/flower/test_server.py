@@ -89,7 +89,7 @@ def test_sites_keep_their_states_and_no_image_or_label_leaves_them(kind, finishe
     for name in ("metrics.csv", "spectrum.csv", "partition.csv", "checkpoints/server.round-00002.safetensors"):
         assert (alone / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     for k in range(3):
-        [*_, newest] = sorted((tmp_path / f"state{k}" / "run").glob("client-*"))
+        [*_, newest] = sorted((tmp_path / f"state{k}" / "run").glob("client-*.safetensors"))
         assert newest.read_bytes() == (alone / "checkpoints" / newest.name).read_bytes()
     assert not list((tmp_path / "b" / "checkpoints").glob("client*"))
     with pytest.raises(UserError, match="client 0's model is at its own site"):
@@ -135,7 +135,7 @@ def test_sites_keep_the_states_to_which_a_run_may_go_back(quick, tmp_path):
         assert (run.finished, run.last_round) == (False, number)
         run_on(recipe, RunDirectory.open(tmp_path / "b"), grid, FaultsByRound(grid, faults))
         assert results(tmp_path / "b") == whole
-    kept = {k: sorted(int(file.name[18:23]) for file in tmp_path.glob(f"state{k}/*/client-*")) for k in (0, 1)}
+    kept = {k: sorted(int(file.name[18:23]) for file in tmp_path.glob(f"state{k}/*/client-*.safetensors")) for k in (0, 1)}
     assert kept[1] == [0, 1, 2]
     assert {3, 4, 5} <= {*kept[0]} < {*range(6)}
 
