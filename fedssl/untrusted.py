@@ -61,11 +61,27 @@ def read_regular_file(path: Path, most_bytes: int | None = None, own: bool = Fal
 
 
 def refuse_shared(path: Path, status: os.stat_result) -> None:
-    """Raise OSError for a file or folder that its group or all users may write, as `status` says."""
-    if status.st_mode & 0o022:
+    """Raise OSError for a file or folder that its group or all users may write, as `status` says.
+
+    Its group may where that is the owner's own: with such groups many systems make new files writable for the group.
+    """
+    others = 0o002 if _is_group_of_one(status.st_uid, status.st_gid) else 0o022
+    if status.st_mode & others:
         mode = stat.S_IMODE(status.st_mode)
         problem = f"other users can change it (mode {mode:04o}); see who did, and call chmod go-w {quoted(path)}"
         raise OSError(errno.EPERM, problem, str(path))
+
+
+def _is_group_of_one(user: int, group: int) -> bool:
+    import grp
+    import pwd
+
+    try:
+        owner, members = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    own = (members.gr_gid, members.gr_name) == (owner.pw_gid, owner.pw_name)
+    return own and user != 0 and {*members.gr_mem} <= {owner.pw_name}
 
 
 def expand_home(path: str | Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from fedssl.untrusted import (
     plot_text,
     printable,
     read_regular_file,
+    refuse_shared,
     scalar_text,
 )
 
@@ -35,6 +37,30 @@ def test_a_regular_file_is_read_also_through_a_link(tmp_path):
     assert read_regular_file(tmp_path / "link", most_bytes=3) == b"abc"
     with pytest.raises(OSError, match="expected at most 2 bytes, the file has 3"):
         read_regular_file(tmp_path / "file", most_bytes=2)
+
+
+@pytest.mark.parametrize(
+    ("user", "group", "members", "mode", "refused"),
+    [
+        ("mara", "mara", [], 0o664, False),  # a system that gives each user a group makes such files
+        ("mara", "mara", ["mara"], 0o664, False),
+        ("mara", "mara", [], 0o666, True),
+        ("mara", "mara", ["mara", "jon"], 0o660, True),
+        ("mara", "users", [], 0o660, True),
+        ("mara", "users", [], 0o640, False),
+    ],
+)
+def test_a_file_that_only_the_owners_own_group_can_write_is_not_shared(
+    user, group, members, mode, refused, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name=user, pw_gid=1000))
+    monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_gid=gid, gr_mem=members))
+    status = os.stat_result((mode, 0, 0, 1, 1000, 1000, 0, 0, 0, 0))
+    if refused:
+        with pytest.raises(OSError, match="other users can change it"):
+            refuse_shared(tmp_path, status)
+    else:
+        refuse_shared(tmp_path, status)
 
 
 def test_a_pipe_a_device_and_a_folder_are_refused_at_once(tmp_path):

@@ -341,7 +341,7 @@ TRUSTED = {
 CALLS = {"manifest": read_manifest, "site": load_site, "request": lambda path: write_request(path.parent)}
 
 
-@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
+@pytest.mark.parametrize("mode", [0o666, 0o602])
 def test_a_file_that_is_trusted_and_that_others_can_write_is_refused(mode, provisioned, consortium_file):
     folder = provisioned()
     (folder / "server" / "server.key").unlink()  # so that the certificate is read

@@ -79,8 +79,8 @@ def test_a_certificate_that_flowers_own_processes_would_not_trust_is_refused(ref
     told = "server.crt is valid for 10.0.0.1, fed.example.org, but not for 127.0.0.1"
     refused(told, "superlink", tmp_path, "--host", "0.0.0.0")
     (tmp_path / "superlink.db").touch()
-    (tmp_path / "superlink.db").chmod(0o620)
-    refused("superlink.db cannot be used: other users can change it (mode 0620)", "superlink", tmp_path)
+    (tmp_path / "superlink.db").chmod(0o602)
+    refused("superlink.db cannot be used: other users can change it (mode 0602)", "superlink", tmp_path)
 
 
 def test_a_site_whose_data_are_not_there_is_told_before_anything_starts(started, supernode, capfd):

@@ -89,8 +89,8 @@ def test_a_key_that_flower_has_unregistered_is_told(provisioned, register):
 def test_a_folder_that_is_not_whole_or_that_others_can_write_changes_nothing(provisioned, register):
     server = provisioned(sites=SITES) / "server"
     register(server)
-    (server / "sites").chmod(0o770)
-    with pytest.raises(UserError, match=r"cannot be used: other users can change it \(mode 0770\)"):
+    (server / "sites").chmod(0o707)
+    with pytest.raises(UserError, match=r"cannot be used: other users can change it \(mode 0707\)"):
         register(server)
     (server / "sites").chmod(0o700)
     (server / "sites" / "hospital-b.pub").unlink()

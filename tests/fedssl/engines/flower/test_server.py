@@ -135,7 +135,9 @@ def test_sites_keep_the_states_to_which_a_run_may_go_back(quick, tmp_path):
         assert (run.finished, run.last_round) == (False, number)
         run_on(recipe, RunDirectory.open(tmp_path / "b"), grid, FaultsByRound(grid, faults))
         assert results(tmp_path / "b") == whole
-    kept = {k: sorted(int(file.name[18:23]) for file in tmp_path.glob(f"state{k}/*/client-*.safetensors")) for k in (0, 1)}
+    kept = {
+        k: sorted(int(file.name[18:23]) for file in tmp_path.glob(f"state{k}/*/client-*.safetensors")) for k in (0, 1)
+    }
     assert kept[1] == [0, 1, 2]
     assert {3, 4, 5} <= {*kept[0]} < {*range(6)}
 
