@@ -233,17 +233,25 @@ class _Counter:
         return self.seconds[kind]
 
     def _timed_run(self, part: _ClientRound, batch_size: int, steps: int) -> tuple[float, int]:
-        """Return the seconds of a round of a few steps, and the operations of one of them."""
-        on_gpu = self.federation.device.type == "cuda"
+        """Return the seconds of a round of a few steps, and the operations of one of them.
+
+        On the CPU it is one thread's processor time, which other programs do not lengthen: threads that wait for each
+        other count as work.
+        """
+        on_gpu, threads = self.federation.device.type == "cuda", torch.get_num_threads()
+        clock = time.perf_counter if on_gpu else time.process_time
         if on_gpu:
             torch.cuda.synchronize(self.federation.device)
-        begin, processor_begin = time.perf_counter(), time.process_time()
-        _, cost = self._run(part, batch_size, steps)
+        else:
+            torch.set_num_threads(1)
+        begin = clock()
+        try:
+            _, cost = self._run(part, batch_size, steps)
+        finally:
+            torch.set_num_threads(threads)
         if on_gpu:
             torch.cuda.synchronize(self.federation.device)
-        seconds, processor_seconds = time.perf_counter() - begin, time.process_time() - processor_begin
-        # other programs do not lengthen the processor's time
-        return seconds if on_gpu else min(seconds, processor_seconds), cost.flops
+        return clock() - begin, cost.flops
 
     def _counted_run(self, part: _ClientRound, batch_size: int) -> Message:
         """Run one step, store its cost in `counted`, and return the client's answer."""

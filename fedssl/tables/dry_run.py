@@ -137,14 +137,13 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
     left_out = f", without {uncounted * seeds} runs whose data is missing" if uncounted else ""
     if costs:
         flops, seconds = seeds * sum(cost.flops for cost in costs), seeds * sum(cost.seconds for cost in costs)
-        threads = torch.get_num_threads()
-        device = "its GPU" if torch.cuda.is_available() else f"{threads} thread{'s' if threads > 1 else ''}"
+        device = "its GPU" if torch.cuda.is_available() else "one thread"
         cost = f"{format_flops(flops)} FLOPs, {_hours(seconds)} hours on this machine with {device}"
         note(f"\nIn all{left_out}: {cost}, one run at a time.")
         note(
             "Estimated from steps on images of noise: each kind of step is counted (a multiply-add is two FLOPs) and "
             "timed, at a smaller batch where a whole one takes long, and multiplied by the steps. The evaluation, "
-            "fine-tuning included, and the server's work are not in it; other programs make the hours longer."
+            "fine-tuning included, and the server's work are not in it."
         )
     if not any(scenario.paper for scenario in table.all_scenarios):
         note("The paper prints no figures for this table, or the table holds none.")
