@@ -63,7 +63,7 @@ class Asked:
         samples: the images of each client; it may report up to twice as many. A client that is not among them may
             report any positive number.
         noisy: whether a variance or a counter may be negative, because noise was added to it.
-        counted: the images that a client counts by where these are fewer than it states (see `capped_images`).
+        largest_share: of all images that a client counts by, see `GuardOptions.largest_share`.
     """
 
     expected: dict[int, dict[str, Shape]]
@@ -71,7 +71,7 @@ class Asked:
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[int, int] = field(default_factory=dict)
     noisy: bool = False
-    counted: Mapping[int, float] = field(default_factory=dict)
+    largest_share: float | None = None
 
 
 def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest: float) -> dict[int, str]:
@@ -87,10 +87,11 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
     """
     extremes = {k: {name: _extremes(tensor) for name, tensor in reply.tensors.items()} for k, reply in replies.items()}
     sizes: dict[str, int | range | None] = {**_shared_sizes(replies, asked.expected), **asked.sizes}
+    capped = capped_images(asked.samples, asked.largest_share)
     reasons = {}
     for k in sorted(replies):
         images = asked.samples.get(k)
-        own_images = None if images is None else range(1, int(_MOST_GROWTH * asked.counted.get(k, images)) + 1)
+        own_images = None if images is None else range(1, int(_MOST_GROWTH * capped.get(k, images)) + 1)
         reason = (
             _fault_of_shapes(replies[k], asked.expected[k], sizes | {OWN_IMAGES: own_images})
             or _fault_of_tensors(server, k, replies[k], extremes[k], asked, largest)
@@ -99,7 +100,8 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
         if reason:
             reasons[k] = reason[:500]  # it may contain a name that the client chose
     valid = {k: reply for k, reply in replies.items() if k not in reasons}
-    counts = {k: min(reply.numbers["samples"], asked.counted.get(k, math.inf)) for k, reply in valid.items()}
+    counts = {k: reply.numbers["samples"] for k, reply in valid.items()}
+    counts |= capped_images({**asked.samples, **counts}, asked.largest_share)  # also of clients that have stated none
     return dict(sorted((reasons | outliers(server, valid, counts)).items()))
 
 

@@ -132,8 +132,7 @@ class Method:
             replies = {k: kept(from_transport(reply, self.transport)) for k, reply in replies.items()}
         working = [a for a in self.aggregators if round_number or a.opening_round]
         stated = dict(samples or {})
-        counted = capped_images(stated, self.guard.largest_share)
-        refused = self._refusals(server, replies, working, round_number, stated, counted)
+        refused = self._refusals(server, replies, working, round_number, stated)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
         accepted, capped = self._capped(accepted, stated)
         if replies:
@@ -180,7 +179,6 @@ class Method:
         working: list[Aggregator],
         round_number: int,
         samples: Mapping[int, int],
-        counted: Mapping[int, float],
     ) -> dict[int, str]:
         travelling = self._travelling(round_number)
         expected: dict[int, dict[str, Shape]] = {}
@@ -189,7 +187,8 @@ class Method:
             parts = [a.expected(server, k, travelling) for a in working]
             expected[k] = {name: shape for part in parts if part is not None for name, shape in part.items()}
             complete = complete and None not in parts
-        asked = Asked(expected, complete, self.sizes, samples, self.answers_are_noisy, counted)
+        noisy, share = self.answers_are_noisy, self.guard.largest_share
+        asked = Asked(expected, complete, self.sizes, samples, noisy, share)
         return refusals(server, replies, asked, self.guard.largest_value)
 
     @property

@@ -21,6 +21,7 @@ from ..untrusted import PART_KEYS
 from .overrides import apply_override, part_name, with_paths_from
 
 PAPER = "paper:"
+_ONE_ARCHITECTURE = "architectures."  # how an override of one begins
 
 _SHARE_OF_RUN = 0.05  # of the time, for evaluation
 # Forward passes of the encoder that training takes for each image: 8 of BYOL (two views forward and backward, and two
@@ -85,6 +86,22 @@ class AppliedPreset(NamedTuple):
     reasons: tuple[str, ...]
 
 
+def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
+    """Return a recipe's mapping with overrides applied, except for those of one architecture, without running code.
+
+    Raises:
+        UserError: an override does not fit; the message calls the recipe `source`.
+    """
+    values = copy.deepcopy(values)
+    try:
+        for override in overrides:
+            if not override.startswith(_ONE_ARCHITECTURE):
+                apply_override(values, override)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    return values
+
+
 def apply_preset(values: dict[str, Any], overrides: Sequence[str], source: str) -> AppliedPreset:
     """Apply overrides to a recipe, and fill in its open keys by the preset that it names or else the data's preset.
 
@@ -93,13 +110,10 @@ def apply_preset(values: dict[str, Any], overrides: Sequence[str], source: str) 
     Raises:
         UserError: an override does not fit, the preset is unknown, or no preset is named and the data cannot be read.
     """
-    values = copy.deepcopy(values)
+    values = with_overrides(values, overrides, source)
     # `architectures.0=...` changes one entry of a list that may be the preset's
-    later = [override for override in overrides if override.startswith("architectures.")]
+    later = [override for override in overrides if override.startswith(_ONE_ARCHITECTURE)]
     try:
-        for override in overrides:
-            if override not in later:
-                apply_override(values, override)
         applied = _fill_in_preset(values)
         for override in later:
             apply_override(applied.values, override)

@@ -14,7 +14,7 @@ from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run_folder.directory import RunDirectory
 from ..untrusted import PART_KEYS, own_part_file, own_parts
 from .overrides import DEFAULT_PARTS, read_values, with_paths_from, with_weights_from
-from .presets import AppliedPreset, apply_preset
+from .presets import AppliedPreset, apply_preset, with_overrides
 from .recipe import Recipe
 from .rules import privacy_problem
 
@@ -43,10 +43,10 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, trus
 def fill_in(name_or_path: str | Path, overrides: Sequence[str], trust: bool) -> AppliedPreset:
     """Return a recipe's mapping with overrides and its preset's values, not checked yet; see `load_recipe`."""
     values = read_values(name_or_path)
-    filled = apply_preset(values, overrides, str(name_or_path))
-    if not trust:  # what an override replaces does not run
-        refuse_code(set(own_parts(values)) & set(own_parts(filled.values)), str(name_or_path))
-    return filled
+    source = str(name_or_path)
+    if not trust:  # before the preset asks the parts what they need; what an override replaces does not run
+        refuse_code(set(own_parts(values)) & set(own_parts(with_overrides(values, overrides, source))), source)
+    return apply_preset(values, overrides, source)
 
 
 def refuse_code(names: Iterable[str], source: str) -> None:

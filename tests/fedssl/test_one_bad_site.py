@@ -155,6 +155,14 @@ def test_a_site_that_states_a_billion_images_is_named_and_costs_nothing(five, wi
     assert abs(accuracy(five, done) - accuracy(five, without)) <= 5  # three seeds differ by 3.5
 
 
+def test_images_that_are_stated_in_the_answer_alone_do_not_raise_the_limits(five, without):
+    """The site has not said how many it has, so that its answer may say any number."""
+    replies = dict(without.replies[1])
+    replies[BAD] = replace(weights_of_900(without.servers[0], replies[BAD]), numbers={"samples": 1e12})
+    after = five.method.aggregate(without.servers[0], replies, 1, dict.fromkeys(range(4), 64))
+    assert "holds, as root mean square, 900, far above" in refused_in(after)[BAD]
+
+
 @pytest.mark.parametrize("factor", [-4.0, 4.0])
 def test_what_the_guard_lets_through_stays_among_the_others_in_a_trimmed_mean(factor, tiny):
     """A drift just below the bound: every entry of the mean lies between those of honest sites."""

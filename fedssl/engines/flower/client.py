@@ -9,7 +9,7 @@ import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -188,7 +188,8 @@ def _to_answer(reply: Message, site: Site, number: int, evaluated: Message | Non
 
 
 def _print_line(text: str) -> None:
-    print(f"fedssl: this site {printable(text)}", flush=True)  # a server's text is from outside
+    with suppress(OSError, UnicodeError):  # a log on a full disk: the site takes part without it
+        print(f"fedssl: this site {printable(text)}", flush=True)  # a server's text is from outside
 
 
 def _say_nothing(text: str) -> None:

@@ -16,6 +16,7 @@ from fedkernels import __version__
 
 from ...errors import UserError
 from ...federation import Federation
+from ...recipe.recipe import FlowerOptions
 from ...recipe.rules import public_image_users
 from ..observers import Observer
 from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, NodeAnswer, config_of, growing_pauses
@@ -42,7 +43,6 @@ class DataForm(BaseModel):
         Under differential privacy or secure aggregation a client does not say how many it has.
         """
         recipe, dataset = federation.recipe, federation.dataset
-        private = recipe.flower.differential_privacy is not None or recipe.flower.secure_aggregation is not None
         labels_used = recipe.objective.needs_labels or federation.method.personal  # a site evaluates its own model
         public = dataset.public_images if public_image_users(recipe) else None
         digest = hashlib.sha256()
@@ -52,7 +52,7 @@ class DataForm(BaseModel):
         return cls.model_construct(  # the server validates it
             shape=list(dataset.train_images.shape[1:]),
             classes=list(dataset.class_names) if labels_used else [],
-            images=0 if client is None or private else len(federation.client_rows[client]),
+            images=0 if client is None or _is_private(recipe.flower) else len(federation.client_rows[client]),
             public="" if public is None else digest.hexdigest()[:32],
         )
 
@@ -85,6 +85,11 @@ class DataForm(BaseModel):
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 differences.append(f"{verb} {', '.join(repr(name[:40]) for name in names[:3])}{more}")
         return " and ".join(differences) or "has the same classes in another order"
+
+
+def _is_private(options: FlowerOptions) -> bool:
+    """Return whether clients do not say how many images they have."""
+    return options.differential_privacy is not None or options.secure_aggregation is not None
 
 
 class ConnectedClients:
@@ -200,7 +205,7 @@ class ConnectedClients:
 
     def _register(self, answer: NodeAnswer) -> None:
         """Register a node's client as connected, or warn why it is left out."""
-        failure, k = answer.failure, answer.client
+        failure, k = answer.failure, self._bound.get(answer.node, answer.client)
         if answer.content is not None:
             k = config_of(answer.content, "answer").get("client")
         clients = len(self._federation.client_rows)
@@ -235,7 +240,11 @@ class ConnectedClients:
             return "it does not describe its images: expected valid shape, classes, public and images"
         if fault := form.misfit(self._expected):
             return fault
-        self.images.pop(client, None)
+        if not (form.images or _is_private(self._options)):
+            return "it states no images: expected at least 1"
+        before = self.images.pop(client, form.images)
+        if form.images != before:
+            self._progress.warn(f"client {client} states {form.images} images, and {before} when it connected before")
         if form.images:
             self.images[client] = form.images
         compared = not self._expected.classes and len(form.classes) > 1  # with one class there are no labels

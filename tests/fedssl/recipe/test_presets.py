@@ -183,3 +183,15 @@ def test_what_cannot_be_looked_at_is_refused_in_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="holds no image"):
         load_recipe("fedbyol", [f"data={{name: folder, path: {tmp_path}}}"])
+
+
+@pytest.mark.parametrize(("key", "many"), [(key, many) for key, (_, many) in PART_KEYS.items()])
+@pytest.mark.parametrize("preset", ["auto", "natural"])
+def test_a_preset_does_not_run_the_code_of_a_part_that_is_not_trusted(preset, key, many, tmp_path):
+    """It asks the parts whether they need public images, where the recipe does not say where these come from."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    values = {"objective": "byol", "preset": preset} | {key: ["./evil.py"] if many else "./evil.py"}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(UserError, match=r"r\.yaml names the part .*evil\.py, whose code would be run"):
+        load_recipe(tmp_path / "r.yaml", ["rounds=2", "architectures.0=small_resnet10"])
+    assert not (tmp_path / "ran").exists()

@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import yaml
 from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import ConfigRecord
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedssl.engines.flower import site_keys
@@ -114,7 +116,7 @@ def test_a_site_with_the_number_of_another_is_refused_and_the_others_key_has_it(
     told = "its site file names client 0, but the server has registered its key for client 2"
     first, *others = run_on(recipe, directory, grid)
     assert first.startswith(f"node 13 is left out: {told}: set client: 2")
-    assert others[0] == "client 2 is not connected: the run begins without it"
+    assert others[0] == "client 2 is left out: the run begins without it"
     assert metric(tmp_path / "b", "missing", 1) == {"2": 1.0}
     assert f"fedssl: this site takes no part in run run: {told}" in capfd.readouterr().out
 
@@ -295,3 +297,44 @@ def test_a_site_that_does_not_describe_its_images_is_left_out(quick, tmp_path, m
         warnings = run_on(recipe, directory, grid, rounds=False)
         told = "it does not describe its images: expected valid shape, classes, public and images"
         assert warnings[0] == f"node 12 is left out: {told}", list(change)
+
+
+def test_a_site_that_states_no_images_or_fails_in_the_name_of_another_is_left_out_itself(
+    bind, quick, tmp_path, monkeypatch
+):
+    """Without a number of images its answers could state any; a false name would explain why another one is missing."""
+    recipe = quick(**WEIGHTS)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    bind(grid, SITES)
+    changed(lambda content: content["data"].update(images=0), kind="query")(grid, monkeypatch)
+    warnings = run_on(recipe, directory, grid, rounds=False)
+    assert warnings[0] == "node 12 is left out: it states no images: expected at least 1"
+
+    def fail(content):
+        content["failure"] = ConfigRecord({"reason": "its disk burns", "client": 0})
+
+    changed(fail, kind="query")(grid, monkeypatch)
+    warnings = run_on(recipe, directory, grid, rounds=False)
+    assert warnings == ["node 12 is left out: its disk burns", "client 1 is left out: the run begins without it"]
+
+
+def test_a_site_that_connects_again_with_another_number_of_images_is_named(quick, tmp_path, monkeypatch):
+    recipe = quick(**WEIGHTS)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    changed(lambda content: content["data"].update(images=50), kind="query")(grid, monkeypatch)
+    grid.configs[14], grid.contexts[14] = grid.configs[12], grid.contexts[12]  # the site's next node, with its true one
+    grid.get_node_ids = lambda: [11, 13, 12 if directory.checkpoint.round < 1 else 14]
+    [warning] = run_on(recipe, directory, grid)
+    assert warning.startswith("client 1 states ")
+    assert warning.endswith(" images, and 50 when it connected before")
+
+
+def test_a_site_whose_log_cannot_be_written_takes_part(quick, tmp_path, monkeypatch):
+    """Flower would send the text of the error, and the site would be missing in every round."""
+    recipe = quick(**WEIGHTS, rounds=1)
+    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    full = Mock(**{"write.side_effect": OSError(28, "No space left on device")})
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        assert run_on(recipe, directory, grid) == []
+    assert full.write.called
