@@ -207,10 +207,14 @@ def build_federation(
 
 
 def _guard_of(recipe: Recipe) -> GuardOptions:
-    """Return the recipe's guard, without a bound of shares where the partition makes uneven ones on purpose."""
-    if recipe.guard.largest_share is None and recipe.partition.name in ("quantity_skew", "column"):
-        return recipe.guard.model_copy(update={"largest_share": 1.0})
-    return recipe.guard
+    """Return the recipe's guard with the bounds that follow from the partition: some make uneven shares on purpose."""
+    guard, partition = recipe.guard, recipe.partition.name
+    bounds: dict[str, float] = {}
+    if guard.largest_share is None and partition in ("quantity_skew", "column"):
+        bounds["largest_share"] = 1.0
+    if guard.largest_influence is None:
+        bounds["largest_influence"] = 0.5 if partition == "sites" else 1.0
+    return guard.model_copy(update=bounds)
 
 
 def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: bool = False) -> Federation:

@@ -49,6 +49,13 @@ class GuardOptions(Options):
         description="of all images that one client counts by; by default 1/2 + 1/clients, at most 0.9; 1 for the "
         "partitions quantity_skew and column, which are uneven on purpose",
     )
+    largest_influence: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="of a round's change of the weights that one client has (its images times its own change); beyond "
+        "that it counts by fewer images. By default 1/2 for sites, whose images nobody else counts, else 1",
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .messages import Message, Transport, from_transport, merge, to_transport
 from .models.model import Model
 from .models.stages import StagedEncoder
 from .objectives.base import Objective
+from .outliers import weight_changes
 from .randomness import deterministic_on, seeded
 from .regularizers.base import Regularizer
 from .schedules.base import Plan, Schedule
@@ -134,7 +135,7 @@ class Method:
         stated = dict(samples or {})
         refused = self._refusals(server, replies, working, round_number, stated)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
-        accepted, capped = self._capped(accepted, stated)
+        accepted, capped = self._capped(server, accepted, stated)
         if replies:
             require_answers(refused, len(replies), round_number, self.guard)
         elif round_number:  # all who were asked have dropped out: nothing changes
@@ -153,17 +154,26 @@ class Method:
         return state
 
     def _capped(
-        self, replies: dict[int, Message], stated: Mapping[int, int]
+        self, server: Message, replies: dict[int, Message], stated: Mapping[int, int]
     ) -> tuple[dict[int, Message], dict[int, str]]:
         """Return the replies with the images that they count by, and what is said of those with fewer than stated."""
         images = {**stated, **{k: reply.numbers["samples"] for k, reply in replies.items()}}
         capped = capped_images(images, self.guard.largest_share)
-        total, reasons, counted = sum(images.values()), {}, dict(replies)
+        total, reasons = sum(images.values()), {}
         for k in capped.keys() & replies.keys():
-            counted[k] = replace(replies[k], numbers=replies[k].numbers | {"samples": capped[k]})
             share = f"{100 * images[k] / total:.4g} % of all, more than guard.largest_share allows"
             reasons[k] = f"it states {images[k]:g} images, {share}: it counts by {capped[k]:g}"
-        return counted, reasons
+        counted = {k: capped.get(k, images[k]) for k in replies}
+        changes = weight_changes(server, replies) if self.guard.largest_influence != 1 else {}
+        influence = {k: counted[k] * change for k, change in changes.items()}
+        for k, most in capped_images(influence, self.guard.largest_influence or 1.0).items():
+            share = f"{100 * influence[k] / sum(influence.values()):.4g} % of the round's change of the weights"
+            counted[k] = most / changes[k]
+            reasons[k] = (
+                f"it has {share}, more than guard.largest_influence allows: it counts by {counted[k]:.4g} images"
+            )
+        changed = {k: replace(replies[k], numbers=replies[k].numbers | {"samples": counted[k]}) for k in reasons}
+        return replies | changed, dict(sorted(reasons.items()))
 
     def note_answers(self, answered: Iterable[int], round_number: int) -> dict[str, float]:
         """Return the numbers of the server's state that say which final layers the answering clients hold."""

@@ -65,6 +65,17 @@ def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[in
     return reasons
 
 
+def weight_changes(server: Message, replies: Mapping[int, Message]) -> dict[int, float]:
+    """Return by client how much its weights have changed since the server's state, as root mean square of all.
+
+    Empty with fewer than three answers, which say nothing of each other, and under secure aggregation.
+    """
+    if len(replies) < _ENOUGH or len({id(reply.tensors) for reply in replies.values()}) == 1:
+        return {}
+    counts = _counts_of_weights(server)
+    return {k: _typical(_sizes(reply, server), counts) for k, reply in replies.items()}
+
+
 def compared_sizes(
     server: Message, replies: Mapping[int, Message], factors: Mapping[int, float], alone: bool
 ) -> Iterator[Comparison]:

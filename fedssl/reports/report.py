@@ -300,7 +300,8 @@ def _left_out_table(methods: Methods) -> PageTable | None:
             stated = {who: value for (_, who, metric), value in run.values.items() if metric == "images"}
             for number, who, metric in run.values:
                 if metric == "capped":
-                    reason = f"it states {stated[who]:g} images, and counted by fewer (guard.largest_share)"
+                    why = "guard.largest_share, guard.largest_influence"
+                    reason = f"it states {stated[who]:g} images, and counted by fewer ({why})"
                     numbers.setdefault((int(who), reason), []).append(number)
             rows += [
                 (name, run.seed, k, _ranges(rounds), printable(reason))

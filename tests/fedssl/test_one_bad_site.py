@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
+from fedssl.aggregators.weighted_mean import is_statistic
 from fedssl.evaluation.evaluate import evaluate_model
 from fedssl.federation import Federation, build_federation
 from fedssl.guard import capped_in, refused_in
@@ -65,6 +67,14 @@ def huge_counters(server: Message, reply: Message) -> Message:
 
 def a_billion(server: Message, reply: Message) -> Message:
     return replace(reply, numbers={"samples": 1e9})
+
+
+def reversed_with_many_images(server: Message, reply: Message) -> Message:
+    return replace(scaled_update(-4.0)(server, reply), numbers={"samples": 597.0})
+
+
+def model_weights(state: Message) -> Tensor:
+    return torch.cat([t.flatten().double() for name, t in state.tensors.items() if not is_statistic(name, t)])
 
 
 #: by name the attack and what is said of it
@@ -153,6 +163,25 @@ def test_a_site_that_states_a_billion_images_is_named_and_costs_nothing(five, wi
             mean = sum(done.replies[number][k].tensors[name].double() * n / total for k, n in weights.items())
             torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=0.5 if "num_b" in name else 1e-6)
     assert abs(accuracy(five, done) - accuracy(five, without)) <= 5  # three seeds differ by 3.5
+
+
+def test_a_site_that_states_as_many_images_as_its_share_allows_cannot_turn_the_model_round(five, without):
+    """Its reversed update would count by 0.7 of the mean; with half of all influence it can only hold the others up."""
+    guard = five.method.guard.model_copy(update={"largest_influence": 0.5})
+    bounded = replace(five, method=replace(five.method, guard=guard))
+
+    def towards_the_others(federation: Federation) -> tuple[Run, float]:
+        done = run(federation, [0, 1, 2, 3, BAD], stated=597, attack=reversed_with_many_images)
+        first, last, honest = (
+            model_weights(state) for state in (done.servers[0], done.servers[-1], without.servers[-1])
+        )
+        return done, float((last - first) @ (honest - first) / (honest - first).square().sum())
+
+    _, free = towards_the_others(five)
+    done, share = towards_the_others(bounded)
+    assert free < -0.5
+    assert share > -0.1
+    assert all("guard.largest_influence allows: it counts by" in done.capped[n][BAD] for n in range(1, ROUNDS + 1))
 
 
 def test_images_that_are_stated_in_the_answer_alone_do_not_raise_the_limits(five, without):
