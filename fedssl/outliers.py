@@ -82,7 +82,11 @@ def compared_sizes(
     """Yield the sizes of each floating-point tensor, and how many times smaller all weights together have become.
 
     `alone` says that there is one answer, whose median tells nothing: only weights are compared, with the server's.
+    Where it is a single client's, and no mean of several, they may be 1000 times as large, and up to 1000: one client
+    may change much.
     """
+    single = len(replies) == 1
+    multiple = _MOST_OF_OTHER if single else _MOST_OF_WEIGHT
     own, answers = _sizes(server), {k: _sizes(reply) for k, reply in replies.items()}
     counts = _counts_of_weights(server)
     typical = _typical(own, counts)
@@ -92,16 +96,18 @@ def compared_sizes(
         for i, measure in enumerate(_MEASURES):
             holders = {k: answer[name][i] for k, answer in answers.items() if name in answer}
             before, usual = own.get(name, (0.0, 0.0))[i], 0.0 if alone else median_low(holders.values())
-            most = _multiple(name, counts) * max(before, usual) if before else _MOST_OF_OTHER * usual
+            most = _MOST_OF_OTHER * usual
+            if before:
+                most = (multiple if name in counts else _MOST_OF_OTHER) * max(before, usual)
             if name in counts:  # a scale or a bias of few entries may pass through zero
-                most = max(most, _MOST_OF_WEIGHT * typical)
+                most = max(most, multiple * typical, 1000.0 if single else 0.0)
             for k, size in holders.items():
                 yield Comparison(k, f"{name} holds, {measure},", size, most * factors[k])
     for k, answer in answers.items():
         sent = {name: own[name] for name in answer if name in counts}
         before, after = _typical(sent, counts), _typical(answer, counts)
         times = before / after if after else math.inf if before else 1.0
-        yield Comparison(k, "its weights have become smaller by a factor of", times, _MOST_OF_WEIGHT)
+        yield Comparison(k, "its weights have become smaller by a factor of", times, multiple)
 
 
 def compared_changes(
@@ -124,7 +130,8 @@ def compared_changes(
 
 
 def _counts_of_weights(server: Message) -> dict[str, int]:
-    return {name: tensor.numel() for name, tensor in server.tensors.items() if not is_statistic(name, tensor)}
+    weights = {name: tensor for name, tensor in server.tensors.items() if name.startswith(("online.", "target."))}
+    return {name: tensor.numel() for name, tensor in weights.items() if not is_statistic(name, tensor)}
 
 
 def _multiple(name: str, weights: Mapping[str, int]) -> float:

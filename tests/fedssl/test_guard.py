@@ -85,7 +85,7 @@ def test_sound_answers_pass():
     assert refusals(Message(), replies, Asked({k: {f"r.{k}": (2, 2)} for k in replies}), 1e6) == {}
 
 
-WEIGHT, MEAN = "w", "norm.running_mean"
+WEIGHT, MEAN = "online.w", "norm.running_mean"
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,12 @@ WEIGHT, MEAN = "w", "norm.running_mean"
         (WEIGHT, 0, (0, 0, 999), []),  # most did not train
         (WEIGHT, 0, (5, 4000, 4000), []),  # the others are not refused because one is small
         (WEIGHT, 0, (9e5, 8e5, 1), []),  # the majority
-        (WEIGHT, 0, (9e5,), []),
+        (WEIGHT, 0, (9e5,), [0]),
         (WEIGHT, 0, (math.nan, 1, 9e5), [0, 2]),
         (WEIGHT, 1, (29, 1), []),
         (WEIGHT, 1, (31, 1), [0]),
-        (WEIGHT, 1, (31,), [0]),  # alone it is compared with the server's
+        (WEIGHT, 1, (999,), []),  # alone it is compared with the server's
+        (WEIGHT, 1, (1001,), [0]),
         (WEIGHT, 1, (0.034, 1), []),
         (WEIGHT, 1, (1, 0.032), [1]),  # too small
         (WEIGHT, 1, (1, 0), [1]),

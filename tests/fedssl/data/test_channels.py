@@ -181,7 +181,7 @@ def test_other_refusals(tmp_path):
         build_federation(parse_recipe(tiny_values(**AVERAGED, **jitter)))
     np.save(tmp_path / "labels.npy", np.arange(3))
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
-    assert list_files(tmp_path)[0] == [tmp_path / "a.png"]  # beside images an array is no image
+    assert list_files(tmp_path, False)[0] == [tmp_path / "a.png"]  # beside images an array is no image
     tuned = five(tmp_path, random_pixels(30, 8, 8, 5)) | {"evaluation": {"fine_tune": {}}}
     with pytest.raises(UserError, match=r"the images have 5: set evaluation\.fine_tune\.rand_augment=false"):
         build_federation(parse_recipe(tiny_values(**AVERAGED, **tuned)))

@@ -29,7 +29,9 @@ def contents(path: Path) -> dict[str, bytes]:
     found = {name: data for name, data in everything(path).items() if not name.startswith("tensorboard/")}
     del found["timings.csv"]
     manifest = json.loads(found["checkpoints/manifest.json"])
-    del manifest["lengths"]["timings.csv"], manifest["digest"]
+    del manifest["digest"]
+    for checkpoint in (manifest, *manifest["earlier"]):
+        del checkpoint["lengths"]["timings.csv"]
     return found | {"checkpoints/manifest.json": json.dumps(manifest).encode()}
 
 

@@ -58,7 +58,9 @@ def test_on_the_disk_memory_does_not_grow_with_the_clients(place, clients, least
     monkeypatch.setattr(rounds, "_evaluate", lambda *arguments: [])
     monkeypatch.setattr(method, "train_locally", lambda *arguments: None)
     data = {"name": "digits", "train_limit": 540, "test_limit": 60}
-    recipe = tiny(data=data, partition={"name": "iid", "clients": clients}, rounds=1, client_states=place)
+    recipe = tiny(
+        data=data, partition={"name": "iid", "clients": clients}, rounds=1, client_states=place, checkpoints=1
+    )
     seen = Gauge()
     directory = run(recipe, tmp_path / "run", seen)
     assert len(contents(directory.path)) == clients + 2
