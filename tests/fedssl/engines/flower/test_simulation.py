@@ -84,7 +84,7 @@ def test_interrupted_by_ctrl_c_and_resumed_the_run_is_the_same_bit_for_bit(finis
         assert f"continue with: fedssl run --resume {path}" in stopped.stdout
         assert "Traceback" not in stopped.stdout
         addresses, session, answer = json.loads((tmp_path / "noted.json").read_text())
-        assert len(addresses) >= 6  # this process, Ray's own ones and the clients'
+        assert len(addresses) >= 3  # of Ray's own processes at least
         assert set(addresses) <= {"127.0.0.1", "::ffff:127.0.0.1"}
         assert answer == "UNAUTHENTICATED"  # of somebody else on this machine
         assert not Path(session).exists()
