@@ -11,8 +11,8 @@ from flwr.app import RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
 from fedssl.aggregators.weighted_mean import weighted_mean
-from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.registration import ConnectedClients
+from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.site import site_federation
 from fedssl.engines.flower.site_options import load_site
 from fedssl.engines.flower.wire import from_records, to_records
