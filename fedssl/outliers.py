@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median_low
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .aggregators.weighted_mean import is_statistic
@@ -150,11 +151,15 @@ def _sizes(message: Message, before: Message | None = None) -> _Sizes:
     if before is None:
         return {name: _size(tensor) for name, tensor in tensors if tensor.is_floating_point()}
     both = [(name, tensor, before.tensors[name]) for name, tensor in tensors if name in before.tensors]
-    return {name: _size(new.double() - old) for name, new, old in both if new.shape == old.shape}
+    # the difference of two integers may not fit their dtype
+    pairs = [(name, new if new.is_floating_point() else new.double(), old) for name, new, old in both]
+    return {name: _size(new - old) for name, new, old in pairs if new.shape == old.shape}
 
 
 def _size(tensor: Tensor) -> tuple[float, float]:
     if tensor.numel() == 0:
         return 0.0, 0.0
-    values = tensor.detach().double()
-    return float(values.square().mean().sqrt()), float(values.abs().max())
+    values = tensor.detach()
+    low, high = values.aminmax()
+    length = torch.linalg.vector_norm(values, dtype=torch.float64)  # which makes no copy in float64
+    return float(length) / math.sqrt(tensor.numel()), max(-float(low), float(high))

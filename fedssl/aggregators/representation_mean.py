@@ -110,12 +110,12 @@ class RepresentationMean(Aggregator):
     kernel. (Clients of weight 0 do not count.) By default every round's answers are in the next K-bar. Then a client
     that is alone to answer, or one of two in the opening round, has its kernel computed from the difference.
 
-    With kernel `frobenius` each K_j
-    is divided by its norm, so that a client with large representations does not dominate the others; `half_whitened` is
-    (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is exp(-|a_i - a_j|^2 / (2 s^2)) with s = `bandwidth` times the
-    median distance (the RBF kernel of Kornblith et al. 2019, section 3), which is sent as an L x L matrix; the term
-    takes the median of its batch. Logs
-    `public_effective_rank`, the effective rank of A_j, to be read beside `cka`.
+    With kernel `frobenius` each K_j is divided by its norm, so that a client with large representations does not
+    dominate the others; `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is
+    exp(-|a_i - a_j|^2 / (2 s^2)) with s = `bandwidth` times the median distance (the RBF kernel of Kornblith et al.
+    2019, section 3), which is sent as an L x L matrix; the term takes the median of its batch.
+
+    Logs `public_effective_rank`, the effective rank of A_j, to be read beside `cka`.
     """
 
     opening_round: ClassVar[bool] = True
@@ -268,9 +268,7 @@ class RepresentationMean(Aggregator):
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         numbers = {ROUND: server.numbers.get(ROUND, -1.0) + 1} if self.renew_every > 1 else {}
-        keeps = self.target in ("untrained", "oracle") and any(
-            name.startswith("representation.") for name in server.tensors
-        )
+        keeps = self.target in ("untrained", "oracle") and any(name.startswith(_LATEST) for name in server.tensors)
         if keeps or not self._renews(server):
             return Message(numbers=numbers)
         tensors = {f"representation.{k}": replies[k].tensors[f"representation.{k}"] for k in sorted(replies)}
