@@ -78,7 +78,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     observers = Observers([TensorBoard(), observer])
     observers.run_began(recipe, directory.path, first)
     try:
-        for sentence in _told_before(federation, clients.images()) if first == 0 else ():
+        for sentence in _told_before(federation) if first == 0 else ():
             observers.inform(sentence)
         for number in range(first, recipe.rounds + 1):
             started = time.perf_counter()
@@ -102,12 +102,9 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     return directory
 
 
-def _told_before(federation: Federation, images: dict[int, int]) -> Iterator[str]:
-    """Yield what a user should know before a run that takes long: costly stems, what is measured, and sites' images."""
+def _told_before(federation: Federation) -> Iterator[str]:
+    """Yield what a user should know before a run that takes long: costly stems, and what is measured."""
     recipe, dataset = federation.recipe, federation.dataset
-    if recipe.engine != "in-process" and images:
-        stated = ", ".join(f"client {k}: {count}" for k, count in sorted(images.items()))
-        yield f"Training images as the clients state them: {stated}"
     for k, architecture in enumerate(dict.fromkeys(recipe.architectures)):
         if recipe.model.stem == "auto" and not recipe.preset.startswith(PAPER):
             sentence = stem_sentence(architecture, federation.new_model(k).encoder)

@@ -57,8 +57,7 @@ def refuse_code(names: Iterable[str], source: str) -> None:
         where = f" ({', '.join(files)})" if files else ""
         raise UserError(
             f"{source} names the part{'s' if len(told) > 1 else ''} {', '.join(told)}, whose code would be run: read "
-            f"that code first{where}, and give --trust (in Python trust=True) if you "
-            "trust it"
+            f"that code first{where}, and give --trust (in Python trust=True) if you trust it"
         )
 
 
