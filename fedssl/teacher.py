@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import UserError
 from .models.weights import digest, frozen_encoder
@@ -80,4 +81,5 @@ def _read(teacher: str, recorded: str | None, image_shape: tuple[int, ...]) -> A
 
 @functools.lru_cache(maxsize=2)  # an objective's and a regulariser's; all clients of a process share one
 def _loaded(teacher: str, recorded: str | None, image_shape: tuple[int, ...], device: torch.device) -> Any:
-    return _read(teacher, recorded, image_shape).to(device)
+    with _disable_current_modes():  # its first step may be counted, and what loading computes is not of the step
+        return _read(teacher, recorded, image_shape).to(device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import webbrowser
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.table import Table as TextTable
 from typer import Argument, Exit, Option
@@ -12,6 +14,9 @@ from typer import Argument, Exit, Option
 from ..errors import UserError
 from ..untrusted import own_parts, quoted
 from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text, trusted
+
+if TYPE_CHECKING:
+    from ..export.compiled_formats import FormatName
 
 
 def run(
@@ -37,6 +42,10 @@ def run(
             metavar="FILE", help="Python file with a fedssl.Observer, such as a logger, to call each round; repeatable."
         ),
     ] = None,
+    encoder: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="Export the encoder into this new folder when the run ends, as `fedssl export`."),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Run a recipe, or continue a run (fedssl run --resume RUN), also with more rounds (rounds=N)."""
@@ -46,12 +55,13 @@ def run(
     from ..recipe.reading import load_recipe, load_stored_recipe
     from ..run_folder.creation import default_folder
     from ..run_folder.directory import RunDirectory
+    from ..run_folder.storage import require_new_folder
 
     if replay is not None:
         from ..engines.replay import replay as replay_step
         from ..recipe.reading import load_recipe
 
-        if recipe or output or resume or overwrite or observer or from_round is not None:
+        if recipe or output or resume or overwrite or observer or encoder or from_round is not None:
             raise UserError("--replay RUN takes no other argument or option but --trust")
         print_text("\n".join(replay_step(replay, trust)))
         again = load_recipe(replay / "recipe.yaml", trust=True)  # its code has run by now
@@ -61,6 +71,8 @@ def run(
         return
     if from_round is not None and resume is None:
         raise UserError("--from-round goes back to a round of a run that is there: name it with --resume RUN")
+    if encoder is not None:
+        require_new_folder(encoder)
     observers = [load_observer(file) for file in observer or ()]
     if resume is not None:
         if output or overwrite:
@@ -74,6 +86,11 @@ def run(
         path = output or default_folder(loaded.name, loaded.seed)
         if (preset := loaded.preset) != "none":
             print_text(f"Preset {preset} fills in what the recipe leaves open; `fedssl show` tells what and why.")
+    if encoder is not None and loaded.local_update.personal and loaded.partition.clients > 1:
+        raise UserError(
+            "--encoder needs a global model or a single client, but each client of this recipe keeps its own model: "
+            f"run it without, then choose one with fedssl export {quoted(path)} FOLDER --client NUMBER"
+        )
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
@@ -88,6 +105,8 @@ def run(
         raise Exit(130) from None
     _print_final_evaluation(directory.read_metrics())
     print_text(f"The run is in {path}")
+    if encoder is not None:
+        _export(path, encoder, None, False, (), trust or resume is None)
     print_next("report", path)
 
 
@@ -247,18 +266,26 @@ def export(
 ) -> None:
     """Export a run's encoder as a folder that timm, or a load.py with torch and timm alone, loads."""
     from ..export.compiled_formats import FILES
-    from ..export.encoder_folder import export_encoder, read_encoder
 
     wanted = {"onnx": onnx, "torchscript": torchscript, "torch-export": torch_export}
-    path = export_encoder(run, output, client, shared, [name for name in FILES if wanted[name]], trust)
-    shape = ", ".join(map(str, read_encoder(path).image_shape))
+    _export(run, output, client, shared, [name for name in FILES if wanted[name]], trust)
+    print_next("embed", output, _images_of(run), "--output", "features.npz")
+
+
+def _export(
+    run: Path, output: Path, client: int | None, shared: bool, formats: Collection[FormatName], trust: bool
+) -> None:
+    """Export a run's encoder, and print how to load it."""
+    from ..export.encoder_folder import export_encoder
+
+    path = export_encoder(run, output, client, shared, formats, trust)
+    shape = ", ".join(map(str, json.loads((path / "config.json").read_text())["fedssl"]["image_shape"]))
     print_text(f"The encoder is in {path}; README.md there says more. In Python, with torch and timm alone:")
     print_text(
         f"    import sys, torch\n    sys.path.insert(0, {str(path.resolve())!r})\n"
         f"    from load import load_encoder, normalize\n"
         f"    print(load_encoder()(normalize(torch.zeros(1, {shape}, dtype=torch.uint8))).shape)"
     )
-    print_next("embed", path, _images_of(run), "--output", "features.npz")
 
 
 def _images_of(run: Path) -> str:

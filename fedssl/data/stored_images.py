@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
@@ -40,6 +40,7 @@ _DECODERS = ("gdcm", "pylibjpeg", "libjpeg", "openjpeg")  # what pydicom may fin
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
+_FILES_AT_A_TIME = 16  # for each thread that decodes
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, on stderr
 _Store = Callable[[NDArray[np.uint8]], Any]
 
@@ -426,7 +427,8 @@ def _decode(
 ) -> list[int]:
     """Give the pixels of the files to `store` in order, and return the indices of those that can be read.
 
-    Add the reasons of the others to `faults`. Pillow decodes outside Python's lock, so threads do it.
+    Add the reasons of the others to `faults`. Pillow decodes outside Python's lock, so threads do it. Each takes
+    several files at a time: handing over small ones one by one takes longer than decoding them.
     """
     channels, height, width = shape
 
@@ -436,13 +438,19 @@ def _decode(
         except BrokenImageError as error:
             return str(error)
 
+    def read_all(indices: list[int]) -> list[NDArray[np.uint8] | str]:
+        return [read(index) for index in indices]
+
     workers = os.cpu_count() or 1
     kept: list[int] = []
     last_line = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         remaining, done = iter(readable), 0
-        for chunk in iter(lambda: list(islice(remaining, 16 * workers)), []):  # bounds what waits for its turn
-            for index, pixels in zip(chunk, pool.map(read, chunk), strict=True):
+        for chunk in iter(
+            lambda: list(islice(remaining, _FILES_AT_A_TIME * workers)), []
+        ):  # bounds what waits for its turn
+            parts = [chunk[start : start + _FILES_AT_A_TIME] for start in range(0, len(chunk), _FILES_AT_A_TIME)]
+            for index, pixels in zip(chunk, chain.from_iterable(pool.map(read_all, parts)), strict=True):
                 if isinstance(pixels, str):
                     faults[index] = pixels
                 else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from .fine_tuning import (
     SemiSupervisedOptions,
     check_fine_tuning,
     fine_tuned_scores,
+    labeled_subset,
     semi_supervised_accuracy,
 )
 from .linear import LinearOptions, linear_accuracy, linear_auroc
@@ -38,6 +40,7 @@ AnyImages = TypeVar("AnyImages", bound=Images)
 
 _VIEWED_IMAGES = 1000  # alignment compares two views of so many images
 _IMAGES_PER_VIEWED = 4  # of a sample
+_DRAWS_OF_LABELS = 5
 _VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
 
 
@@ -59,6 +62,11 @@ class EvaluationOptions(Options):
         0.1, gt=0, description="of the kNN votes; a lower one gives the nearest images more weight"
     )
     linear: LinearOptions = Field(LinearOptions(), description="the linear evaluation after training")
+    few_labels: list[Annotated[float, Field(gt=0, le=1)]] = Field(
+        default_factory=list,
+        description="fractions of the labels with which the linear layer is trained as well, such as 0.01 and 0.1: "
+        "what an encoder is worth where few images are labelled. Each is the mean over five draws",
+    )
     semi_supervised: list[Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=list,
         description="labelled fractions to fine-tune on after training; 0.01 and 0.1 in the papers",
@@ -85,9 +93,10 @@ class EvaluationOptions(Options):
 
 
 def check_labels(dataset: Dataset, options: EvaluationOptions) -> None:
-    """Raise a UserError where fine-tuning is asked for and the images have no labels."""
-    if not dataset.labelled and (options.semi_supervised or options.fine_tune is not None):
+    """Raise a UserError where a measure that needs labels is asked for and the images have none."""
+    if not dataset.labelled and (options.few_labels or options.semi_supervised or options.fine_tune is not None):
         what = "semi-supervised evaluation" if options.semi_supervised else "fine-tuning"
+        what = "evaluation.few_labels" if options.few_labels else what
         raise UserError(
             f"{what} needs labels, and the images of data.name={dataset.name} have none: leave it out, or give labels "
             "(data.labels for images, y_train and y_test in an .npz file)"
@@ -181,9 +190,9 @@ def evaluate_model(
 
     Returns:
         The metrics by name, and the singular values of the test images' representations, float64, descending. The
-        names and units are those of `METRICS`, and `semi_supervised_FRACTION` for any other fraction. Without labels
-        no accuracy is measured, `linear_auroc` only with several labels an image, and `Dataset.measured_images` take
-        the place of the test images.
+        names and units are those of `METRICS`, and `linear_FRACTION` and `semi_supervised_FRACTION` for any other
+        fraction. Without labels no accuracy is measured, `linear_auroc` only with several labels an image, and
+        `Dataset.measured_images` take the place of the test images.
 
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged.
@@ -217,6 +226,8 @@ def evaluate_model(
         metrics["classifier"] = 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(test)
     if linear:
         metrics["linear"] = linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed)
+        for fraction in options.few_labels:
+            metrics[f"linear_{fraction:g}"] = _few_label_accuracy(labelled, fraction, dataset, options, seed)
     for fraction in options.semi_supervised if fine_tune else ():
         metrics[f"semi_supervised_{fraction:g}"] = semi_supervised_accuracy(
             encoder, whole, fraction, options.semi_supervised_protocol, seed
@@ -225,6 +236,27 @@ def evaluate_model(
         scores = fine_tuned_scores(encoder, whole, options.fine_tune, seed)
         metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
     return metrics, singular_values(test)
+
+
+def _few_label_accuracy(
+    labelled: tuple[Tensor, Tensor, Tensor, Tensor],
+    fraction: float,
+    dataset: Dataset,
+    options: EvaluationOptions,
+    seed: int,
+) -> float:
+    """Return the mean linear accuracy over draws of a fraction of the training labels, of each class its share.
+
+    `labelled` is features and labels of the training images, then those of the test images.
+    """
+    features, labels, *test = labelled
+    values = []
+    for draw in range(_DRAWS_OF_LABELS):
+        rows = labeled_subset(labels, fraction, generator_for(seed, "few labels", str(draw)))
+        values.append(
+            linear_accuracy(features[rows], labels[rows], *test, len(dataset.class_names), options.linear, seed)
+        )
+    return fmean(values)
 
 
 def _view_features(model: Model, images: Images, augmentation: Augmentation, seed: int) -> list[Tensor]:

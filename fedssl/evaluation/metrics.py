@@ -24,6 +24,8 @@ DOWNSTREAM = "downstream_"
 
 #: between a metric and an architecture: `linear@resnet18` is the mean over the clients with this architecture
 OF_ARCHITECTURE = "@"
+#: in place of an architecture: `linear@worst` is the lowest value of any client, or the global model's
+WORST_CLIENT = "worst"
 
 #: values as large as this are neither drawn nor averaged: they would overflow
 LARGEST_FIGURE = 1e150
@@ -192,6 +194,8 @@ def _uniformity_of(images: MeasuredImages) -> float | None:
 _ENTRIES = (
     Metric("knn", "kNN accuracy", "%", printed=True),
     Metric("linear", "linear accuracy", "%", printed=True),
+    Metric("linear_0.01", "linear accuracy, 1 % of the labels", "%"),
+    Metric("linear_0.1", "linear accuracy, 10 % of the labels", "%"),
     Metric("classifier", "own classifier's accuracy", "%", on_other_data=False),
     Metric("linear_auroc", "linear AUROC", "%", images="unlabelled", printed=True),
     Metric("semi_supervised_0.01", "fine-tuned on 1 %", "%"),
@@ -269,7 +273,7 @@ def is_evaluated(metric: str) -> bool:
 
 def is_measure(metric: str) -> bool:
     """Check whether a model's evaluation writes a metric of this name."""
-    return metric in EVALUATED or metric.startswith(("semi_supervised_", "fine_tune_", DOWNSTREAM))
+    return metric in EVALUATED or metric.startswith(("linear_", "semi_supervised_", "fine_tune_", DOWNSTREAM))
 
 
 def is_reserved(metric: str) -> bool:
@@ -280,7 +284,7 @@ def is_reserved(metric: str) -> bool:
 def is_accuracy(metric: str) -> bool:
     """Check whether a metric is in percent."""
     _, name = split_metric(metric)
-    return name.startswith("semi_supervised_") or (name in METRICS and METRICS[name].unit == "%")
+    return name.startswith(("linear_", "semi_supervised_")) or (name in METRICS and METRICS[name].unit == "%")
 
 
 def split_metric(metric: str) -> tuple[str, str]:
@@ -296,7 +300,7 @@ def metric_title(metric: str) -> str:
     """Return a metric's title with its unit; a metric that is not in `METRICS` keeps its name, with spaces."""
     metric, _, architecture = metric.partition(OF_ARCHITECTURE)
     if architecture:
-        return f"{metric_title(metric)}, {architecture}"
+        return f"{metric_title(metric)}, {'worst client' if architecture == WORST_CLIENT else architecture}"
     label, name = split_metric(metric)
     if label:
         return f"on {label}: {metric_title(name)}"

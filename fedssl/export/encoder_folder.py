@@ -32,7 +32,7 @@ from ..data.options import DataOptions
 from ..errors import UserError
 from ..models.encoders import STEMS, SmallConvNet, build_encoder, has_small_image_stem, stored_stem, timm_arguments
 from ..options import explain_errors
-from ..run_folder.storage import make_folder, sync_path, write_atomically, writing
+from ..run_folder.storage import make_folder, require_new_folder, sync_path, write_atomically, writing
 from ..untrusted import read_regular_file
 from .compiled_formats import MEAN, STD, FormatName, write_format
 from .load_script import load_script
@@ -57,8 +57,7 @@ def export_encoder(
     Raises:
         UserError: see `encoder_of_run`; `output` is not empty or cannot be written; a format needs a missing package.
     """
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"{output} exists and is not empty: name a new folder, or remove that one")
+    require_new_folder(output)
     chosen = encoder_of_run(run, client, shared, trust)
     config = encoder_config(chosen, run.resolve().name)
     network: Any = chosen.encoder.network

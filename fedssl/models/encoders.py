@@ -17,6 +17,7 @@ three times as many. For comparison, timm's `resnet18` takes 555 M at 32x32x3.
 """
 
 import difflib
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -230,9 +231,8 @@ def take_images_of_any_size(network: nn.Module) -> None:
 
 def has_small_image_stem(network: nn.Module) -> bool:
     """Return whether an encoder is a ResNet of timm's with the stem for small images."""
-    from timm.models.resnet import ResNet
-
-    return isinstance(network, ResNet) and isinstance(network.maxpool, nn.Identity)
+    resnet = sys.modules.get("timm.models.resnet")  # importing timm takes seconds, which our own networks do not need
+    return resnet is not None and isinstance(network, resnet.ResNet) and isinstance(network.maxpool, nn.Identity)
 
 
 def stored_stem(exported: Mapping[str, Any]) -> Stem:

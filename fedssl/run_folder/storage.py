@@ -92,6 +92,12 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
         list(threads.map(lambda name: (folder / name).unlink(missing_ok=True), names))
 
 
+def require_new_folder(folder: Path) -> None:
+    """Raise a UserError where something is at `folder`, unless it is an empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not empty: name a new folder, or remove that one")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and those above it if they do not exist; raise UserError if that fails."""
     with writing(path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from ..evaluation.metrics import OF_ARCHITECTURE, format_values, mean_and_spread
+from ..evaluation.metrics import OF_ARCHITECTURE, WORST_CLIENT, format_values, mean_and_spread
 from ..run_folder.record import Run, read_run
 from .table import Table, TableScenario, cell_path, slug
 
@@ -90,15 +90,21 @@ def _ceiling(method: Run, rows: Mapping[str, Run]) -> list[str]:
 
 
 def _values_by_round(run: Run, metric: str) -> dict[int, float]:
-    """Return a metric's value by round; `METRIC@ARCHITECTURE` is the mean over the clients with this architecture."""
+    """Return a metric's value by round.
+
+    `METRIC@ARCHITECTURE` is the mean over the clients with this architecture. `METRIC@worst` is the lowest value of any
+    client, and the global model's where there is one, as every client then has that.
+    """
     measure, _, architecture = metric.partition(OF_ARCHITECTURE)
     if not architecture:
         return run.overall(metric)
     values: dict[int, list[float]] = {}
+    worst = architecture == WORST_CLIENT
     for (number, who, name), value in run.values.items():
-        if name == measure and who.isdigit() and run.architecture_of(int(who)) == architecture:
+        of_client = who.isdigit() and run.architecture_of(int(who)) == architecture
+        if name == measure and (of_client or (worst and who != "mean")):
             values.setdefault(number, []).append(value)
-    return {number: fmean(client_values) for number, client_values in values.items()}
+    return {number: min(of_clients) if worst else fmean(of_clients) for number, of_clients in values.items()}
 
 
 def reference_row(table: Table) -> str:

@@ -17,8 +17,10 @@ from fedssl.models.weights import digest, frozen_encoder
 from fedssl.objectives.base import Step
 from fedssl.recipe.reading import load_recipe, load_stored_recipe
 from fedssl.recipe.rules import check_parts
+from fedssl.reports.cost import estimate
 from fedssl.run_folder.directory import RunDirectory
-from fedssl.teacher import similarity_loss
+from fedssl.teacher import _loaded, similarity_loss
+from fedssl.training import STEP_COSTS
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.small_models import local_round, scalar_model
@@ -118,3 +120,14 @@ def test_a_teacher_of_timm_keeps_its_own_stem_and_a_path_starts_at_the_recipe(mo
     values = tiny_values(**AVERAGED, objective=PART | {"teacher": "encoder"})
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
     assert load_recipe(tmp_path / "mine.yaml").objective.teacher == str(tmp_path / "encoder")
+
+
+def test_loading_the_teacher_is_no_operation_of_a_step(noisy, teacher):
+    """A step costs the same in the process that must read the teacher first and in one that has it."""
+    recipe = noisy(**AVERAGED, objective=PART | {"teacher": str(teacher)})
+    found = []
+    for clear in (_loaded.cache_clear, STEP_COSTS.clear):
+        STEP_COSTS.clear()
+        clear()
+        found.append(sum(cost.flops[0] for cost in estimate(build_federation(recipe)) if cost.flops))
+    assert found[0] == found[1] > 0

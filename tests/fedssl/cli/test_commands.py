@@ -91,6 +91,22 @@ def test_run_evaluate_report_and_resume(fedssl, tmp_path):
     assert fedssl("run", "--resume", "runs/tiny-seed0")[0] == 0
 
 
+def test_a_run_exports_its_encoder_or_says_before_it_trains_that_it_cannot(fedssl, tiny_file, tmp_path):
+    shared = ["local_update=replace", "aggregators=[weighted_mean]"]
+    code, out, err = fedssl("run", "tiny.yaml", *shared, "--output", "run", "--encoder", "at once")
+    assert code == 0, err
+    assert "load_encoder()" in out
+    assert fedssl("export", "run", "afterwards")[0] == 0
+    assert everything(tmp_path / "at once") == everything(tmp_path / "afterwards")
+    for words in ([*shared, "--encoder", "at once"], ["--encoder", "new"]):
+        code, _, err = fedssl("run", "tiny.yaml", "--output", "other", *words)
+        one_line(code, err)
+        assert "at once exists and is not empty" in err or "fedssl export other FOLDER --client NUMBER" in err
+    assert not (tmp_path / "other").exists()
+    assert not (tmp_path / "new").exists()
+    assert fedssl("run", "tiny.yaml", "partition.clients=1", "--encoder", "new")[0] == 0
+
+
 def test_doctor_version_and_partition(fedssl, tmp_path):
     assert "torch" in fedssl("doctor")[1]
     assert fedssl("--version")[1] == f"fedssl {importlib.metadata.version(installed_distribution())}\n"

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from fedssl.engines import in_process
+from fedssl.errors import UserError
+from fedssl.evaluation import evaluate, linear
 from fedssl.evaluation.evaluate import EvaluationOptions, measured_sample, sample_sentence
 from fedssl.recipe.reading import load_recipe
 from fedssl.reports.evaluation import evaluate_run
@@ -71,3 +73,34 @@ def test_presets_limit_the_evaluation_of_own_images(tmp_path, more, images):
     dataset_of(tmp_path / "a.npz", train=2000)
     data = [f"data.name=npz data.path={tmp_path / 'a.npz'} rounds=1 training.local_epochs=1", more]
     assert load_recipe("fedbyol", " ".join(data).split()).evaluation.images == images
+
+
+def test_a_linear_layer_learns_from_a_part_of_the_labels(noisy, tmp_path, monkeypatch):
+    """All labels give the linear accuracy itself; of few, each class has its share and each draw is another."""
+    seen = []
+
+    def linear_accuracy(features, labels, *rest):
+        seen.append((features, labels))
+        return linear.linear_accuracy(features, labels, *rest)
+
+    monkeypatch.setattr(evaluate, "linear_accuracy", linear_accuracy)
+    recipe = noisy(**AVERAGED, rounds=1, evaluation={"few_labels": [0.25, 1.0]})
+    run = read_run(in_process.run(recipe, tmp_path / "run").path)
+    for number in (0, 1):
+        assert run.values[number, "global", "linear_1"] == run.values[number, "global", "linear"]
+        assert 0 <= run.values[number, "global", "linear_0.25"] <= 100
+    (every, labels), few, all_again = seen[-11], seen[-10:-5], seen[-5:]
+    assert [len(part) for _, part in all_again] == [len(labels)] * 5
+    for features, part in few:
+        shares = [(int((part == label).sum()), int((labels == label).sum())) for label in labels.unique()]
+        assert all(count == max(1, int(0.25 * whole + 0.5)) for count, whole in shares)
+        for feature, label in zip(features, part, strict=True):
+            assert label in labels[(every == feature).all(dim=1)]
+    assert len({tuple(features.flatten().tolist()) for features, _ in few}) == 5
+
+
+def test_few_labels_need_labels(tmp_path):
+    np.savez(tmp_path / "x.npz", x_train=np.zeros((40, 8, 8, 1), np.uint8))
+    words = ["data.name=npz", f"data.path={tmp_path / 'x.npz'}", "evaluation.few_labels=[0.1]", "partition.name=iid"]
+    with pytest.raises(UserError, match=r"evaluation\.few_labels needs labels"):
+        in_process.run(load_recipe("fedbyol", [*words, "rounds=1", "partition.clients=1"]), tmp_path / "run")
