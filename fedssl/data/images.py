@@ -3,8 +3,9 @@
 import csv
 import io
 import os
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +32,14 @@ def load_images(options: DataOptions) -> Splits:
     """Read a folder of images at `image_size` pixels a side.
 
     Where the folder holds train/ and test/, they are the splits. Otherwise all images are training images, but for a
-    fixed, stratified `test_fraction` of them where there are labels. Their channels are those of `decode_images`.
+    fixed, stratified `test_fraction` of them where there are labels. `more_paths` are further folders of images. Their
+    channels are those of `decode_images`.
     """
     assert options.path is not None
     root = expanded(options.path, "data.path")
-    if kind_of(root) != "folder":
-        raise UserError(f"there is no folder {printable(root)}; set data.path to a folder of images")
-    train, test = _listed_splits(root, options)
+    train, test = _listed_splits(_folder(root, "data.path"), options)
+    if options.more_paths:
+        train = _of_several_folders(train, test, options)
     class_names = _class_names(train, test, by_number=isinstance(options.labels, Path))
     if options.name == "images" and class_names and not test:
         train, test = _split_off_test(train, options.test_fraction)
@@ -64,6 +66,34 @@ def load_images(options: DataOptions) -> Splits:
         for part in (slice(0, train_count), slice(train_count, None))
     )
     return Splits(train_split, test_split, tuple(map(printable, class_names)), window=window)
+
+
+def _folder(path: Path, option: str) -> Path:
+    if kind_of(path) != "folder":
+        raise UserError(f"there is no folder {printable(path)}; set {option} to a folder of images")
+    return path
+
+
+def _of_several_folders(first: list[_ImageFile], test: list[_ImageFile], options: DataOptions) -> list[_ImageFile]:
+    """Return the files of all folders; each has its folder, as it was given, in the column `folder`."""
+    files: list[_ImageFile] = []
+    for path in (options.path, *options.more_paths):
+        assert path is not None
+        folder = expanded(path, "data.more_paths")
+        train = first
+        if path is not options.path:
+            train, test = _listed_splits(_folder(folder, "data.more_paths"), options)
+        if test:
+            raise UserError(
+                f"{printable(folder)} holds train/ and test/, which data.more_paths cannot join: name folders in them"
+            )
+        files += [replace(file, columns={"folder": composed(str(path))}) for file in train]
+    repeated = [str(path) for path, count in Counter(file.path.resolve() for file in files).items() if count > 1]
+    if repeated:
+        raise UserError(
+            f"two of data.path and data.more_paths hold the same files: {listed(repeated, 3)}; name each once"
+        )
+    return files
 
 
 def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:

@@ -67,6 +67,11 @@ class DataOptions(Options):
         None,
         description="the .npz file, the folder of images, or the root of a torchvision set (default ~/.cache/fedssl)",
     )
+    more_paths: list[Path] = Field(
+        default_factory=list,
+        description="more folders of images, read beside path; for images without a table, train/ and test/. "
+        "partition='{name: column, column: folder, clients: N}' makes each folder a client",
+    )
     download: bool = Field(False, description="whether torchvision may download a missing set")
     public_path: Path | None = Field(
         None,
@@ -162,6 +167,10 @@ class DataOptions(Options):
         if self.path is not None and source.path is None and source.torchvision is None:
             raise ValueError(
                 f"path is given but name={self.name} is built in; set name to npz, images, folder or a torchvision set"
+            )
+        if self.more_paths and (self.name != "images" or isinstance(self.labels, Path)):
+            raise ValueError(
+                "more_paths is for name=images, whose labels come from folders or are missing; leave it out"
             )
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")

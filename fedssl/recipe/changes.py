@@ -17,7 +17,7 @@ from .recipe import Recipe
 #: the options that may change, alone or with all below them
 CHANGEABLE = (
     *("rounds", "description", "evaluation", "device", "clients_parallel", "client_states", "training.processes"),
-    *("data.path", "data.public_path", "data.labels", "data.download", "data.memory_limit"),
+    *("data.path", "data.more_paths", "data.public_path", "data.labels", "data.download", "data.memory_limit"),
     *("data.follow_links", "model.weights"),
     *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget"),
     *("flower.cpus", "flower.client_cpus", "flower.client_gpus", "flower.object_store_megabytes", "checkpoints"),

@@ -121,7 +121,10 @@ def build_report(
         several_seeds=any(len(runs) > 1 for runs in methods.values()),
         descriptions=[(name, " ".join(text.split())) for name, text in texts.items()],
         runs=_run_table(methods),
-        warnings=[f"{name}: {warning}" for name, runs in methods.items() for warning in _warnings(runs)],
+        warnings=[
+            *(f"{name}: {warning}" for name, runs in methods.items() for warning in _warnings(runs)),
+            *_unlike_measures(methods),
+        ],
         results=_results_table(methods, metrics),
         results_chart=_results_chart(methods, metrics),
         curves=_curve_charts(methods),
@@ -154,6 +157,16 @@ def _run_table(methods: Methods) -> PageTable:
         measured = ", ".join(dict.fromkeys(map(_measured_images, runs)))
         rows.append((name, len(runs), ", ".join(str(run.seed) for run in runs), progress, measured))
     return PageTable(("method", "runs", "seeds", "state", "models measured on"), rows, text_columns=5)
+
+
+def _unlike_measures(methods: Methods) -> list[str]:
+    """Return a warning where models were not all measured on the same number of images, which changes accuracies."""
+    if len({_measured_images(run) for runs in methods.values() for run in runs}) <= 1:
+        return []
+    return [
+        "the models were measured on different numbers of images (see the table of runs), so their accuracies cannot "
+        "be compared: fedssl evaluate RUN measures each on all, and evaluation.images=null does so in a run"
+    ]
 
 
 def _measured_images(run: Run) -> str:

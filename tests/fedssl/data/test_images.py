@@ -10,6 +10,7 @@ import torch
 from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.partitions import PartitionOptions, deal
+from fedssl.data.summary import summarise
 from fedssl.errors import UserError
 from tests.fedssl.data.data_files import refused, write_image
 
@@ -198,6 +199,33 @@ def test_a_column_is_a_partition(tmp_path):
             deal(data, by_site.model_copy(update=changed), 0)
     with pytest.raises(UserError, match=r"no column of the images' table: there is no table"):
         deal(load(tmp_path / "images"), by_site, 0)
+
+
+def test_several_folders_are_one_set_and_each_can_be_a_client(tmp_path):
+    for folder, count in (("north", 2), ("south/ward", 3), ("west", 4)):
+        for number in range(count):
+            write_image(tmp_path / folder / "ab"[number % 2] / f"{number}.png", 40 * count + number)
+    more = [tmp_path / "south", tmp_path / "west/"]
+    data = load(tmp_path / "north", more_paths=more)
+    assert sorted(red // 40 for red in reds(data)) == [2, 2, 3, 3, 3, 4, 4, 4, 4]
+    by_folder = PartitionOptions(name="column", column="folder", clients=3)
+    assert [{reds(data)[row] // 40 for row in rows.tolist()} for rows in deal(data, by_folder, 0)] == [{2}, {3}, {4}]
+    found = summarise({"name": "images", "path": str(tmp_path / "north"), "more_paths": list(map(str, more))})
+    assert found.images == 9
+    labelled = load(tmp_path / "north", more_paths=[tmp_path / "west"], labels="folders")
+    assert labelled.class_names == ("a", "b")
+    assert labelled.columns["folder"].count(str(tmp_path / "west")) == len(labelled.train_labels) - 2
+    write_image(tmp_path / "split/train/0.png", 1)
+    write_image(tmp_path / "split/test/0.png", 2)
+    for folder, says in (
+        ("nowhere", r"there is no folder .*nowhere; set data\.more_paths"),
+        ("split", r"split holds train/ and test/, which data\.more_paths cannot join"),
+        ("north/a", r"two of data\.path and data\.more_paths hold the same files: .*north/a/0\.png"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load(tmp_path / "north", more_paths=[tmp_path / folder])
+    with pytest.raises(ValueError, match=r"more_paths is for name=images"):
+        DataOptions(name="npz", path=tmp_path / "a.npz", more_paths=[tmp_path])
 
 
 def test_files_and_table_that_do_not_agree(tmp_path, caplog):

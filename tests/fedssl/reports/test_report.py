@@ -163,6 +163,10 @@ def test_runs_that_differ_in_more_than_their_seed_are_told_and_what_methods_shar
     assert "other:" not in page.text
     fair = Page(write_report(runs[1:], tmp_path / "page.html"))
     assert "differ in" not in fair.text
+    assert "different numbers of images" not in fair.text
+    runs += written(tmp_path, d=tiny(name="own images", evaluation={"images": 40}))
+    unlike = Page(write_report(runs[1:], tmp_path / "page.html"))
+    assert "the models were measured on different numbers of images" in unlike.text
     assert "same seed" not in fair.text
     # settings that methods share stand once
     settings = fair.table("setting")

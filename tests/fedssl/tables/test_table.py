@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from fedssl.errors import UserError
 from fedssl.recipe.overrides import shipped_names
+from fedssl.recipe.reading import load_recipe
 from fedssl.tables.runner import table_cells
 from fedssl.tables.table import cell_path, cell_recipe, load_table
 from tests.fedssl.conftest import ALIGNED, tiny_values
@@ -143,6 +145,21 @@ def test_overrides_do_not_leak_into_the_table(tmp_path):
     table = make_table(baselines=[], controls=[], rows=rows, settings=settings)
     cell_recipe(table, table.rows[0], 0, ["regularizers.0.weight=5"])
     assert cell_recipe(table, table.rows[0], 0).regularizers[0].model_dump()["weight"] == 2.0
+
+
+def test_the_rows_of_a_table_are_measured_on_the_same_images(tmp_path):
+    """A preset's number depends on the recipe: local_only has more models to measure than fedbyol."""
+    data = {"name": "npz", "path": str(tmp_path / "a.npz")}
+    np.savez(data["path"], **{f"x_{part}": np.zeros((2000, 8, 8, 1), np.uint8) for part in ("train", "test")})
+    rows = [{"label": name, "recipe": name} for name in ("local_only", "fedbyol")]
+    settings = {"data": data, "rounds": 1, "partition": {"name": "iid", "classes_per_client": None}}
+    limits = [load_recipe(name, [f"data={data}", "rounds=1"]).evaluation.images for name in ("local_only", "fedbyol")]
+    assert None not in limits
+    assert limits[0] != limits[1]
+    for expected in (None, 7):
+        table = make_table(method=None, baselines=[], controls=[], rows=rows, settings=settings)
+        assert [cell_recipe(table, row, 0).evaluation.images for row in table.rows] == [expected] * 2
+        settings |= {"evaluation": {"images": 7}}
 
 
 # The papers' figures, against a sample copied by hand from the papers
