@@ -23,7 +23,7 @@ from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model, copy_entries
 from .models.precision import check_precision
-from .models.weights import ModelOptions, Weights, digest, load_weights, read_all_weights
+from .models.weights import ModelOptions, Weights, digest, keep_batch_statistics, load_weights, read_all_weights
 from .randomness import generator_for, seeded
 from .recipe.reading import load_stored_recipe
 from .recipe.recipe import Recipe
@@ -249,6 +249,8 @@ def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: M
     encoder = build_encoder(architecture, channels, width, height, recipe.model.stem)
     if architecture in weights:
         load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
+    if recipe.model.batch_statistics == "kept" and recipe.model.source_of(architecture) is not None:
+        keep_batch_statistics(encoder)
     return recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))
 
 

@@ -10,11 +10,13 @@ from ..data.datasets import Dataset
 from ..data.pixels import normalize
 from ..data.stored_images import Images
 from ..errors import UserError
+from ..models.precision import with_channels_last
 
 # What measuring takes on a GPU, in units of the features' size: standardising forms float64 copies.
 _WORKING_COPIES = 8
-# Bound the memory of a forward pass; the results do not depend on them.
-_IMAGES_AT_A_TIME = 500
+# Bound the memory of a forward pass; results depend on them by rounding alone. A processor's cache holds what a layer
+# makes of 64 small images: EfficientNet-Lite0 at 64 pixels takes 2.5 times as long with 500, ResNet-18 at 96 1.4 times.
+_IMAGES_AT_A_TIME = {"cpu": 64, "cuda": 500}
 _PIXELS_AT_A_TIME = 500 * 64 * 64
 
 
@@ -53,8 +55,9 @@ def extract_outputs(network: nn.Module, images: Images, prepare: Callable[[Tenso
     try:
         network.eval()
         with torch.no_grad():
-            for batch in images.split(min(_IMAGES_AT_A_TIME, max(1, _PIXELS_AT_A_TIME // pixels))):
-                outputs.append(network(prepare(batch.to(device))).to("cpu", torch.float32))
+            for batch in images.split(min(_IMAGES_AT_A_TIME[device.type], max(1, _PIXELS_AT_A_TIME // pixels))):
+                prepared = with_channels_last(prepare(batch.to(device)))  # as in training, and faster
+                outputs.append(network(prepared).to("cpu", torch.float32))
     finally:
         # One by one: train() on a parent would overwrite the mode of a submodule that is meant to differ.
         for module, mode in modes.items():

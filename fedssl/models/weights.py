@@ -9,10 +9,10 @@ import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
@@ -32,6 +32,12 @@ class ModelOptions(Options):
         "at most 64 pixels",
     )
 
+    batch_statistics: Literal["trained", "kept"] = Field(
+        "trained",
+        description="what BatchNorm in the encoders normalises by in training: trained takes each batch's mean and "
+        "variance, and keeps a moving mean of them; kept takes those that model.weights brought, which never change: "
+        "with few or small images new ones can make good weights worse",
+    )
     weights: str | dict[str, str] | None = Field(
         None,
         description="weights to start the encoders from: a folder of fedssl export, a safetensors or .pt file, or "
@@ -46,6 +52,14 @@ class ModelOptions(Options):
     def source_of(self, architecture: str) -> str | None:
         """Return the source of an architecture's weights, or None if it starts at random."""
         return self.weights.get(architecture) if isinstance(self.weights, dict) else self.weights
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> ModelOptions:
+        if self.batch_statistics == "kept" and self.weights is None:
+            raise ValueError(
+                "batch_statistics=kept keeps those of weights to start from: give model.weights, or leave it out"
+            )
+        return self
 
 
 Weights = dict[str, Tensor]
@@ -121,6 +135,18 @@ def frozen_encoder(source: str, image_shape: tuple[int, int, int]) -> nn.Module:
         encoder = build_encoder(architecture, channels, width, height, _stem_of(source))
     load_weights(encoder, weights, architecture, source)
     return encoder.requires_grad_(False).eval()
+
+
+def keep_batch_statistics(network: nn.Module) -> None:
+    """Let BatchNorm layers of a network, and of its copies, normalise by their stored statistics in training too."""
+    for module in network.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+            module.train = _stay_as_it_is  # type: ignore[method-assign]
+
+
+def _stay_as_it_is(mode: bool = True) -> None:
+    """Stand for a module's own `train`, which its parents call."""
 
 
 def digest(weights: Weights) -> str:

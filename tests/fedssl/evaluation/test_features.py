@@ -22,7 +22,7 @@ def test_features_are_the_encoders_output_in_evaluation_mode(encoder, monkeypatc
     images, _ = bright_quarters(13)
     expected = copy.deepcopy(encoder).eval()((images.float() / 255 - 0.5) / 0.25).detach()
     for batch_size in (1, 5, 500):
-        monkeypatch.setattr(features_module, "_IMAGES_AT_A_TIME", batch_size)
+        monkeypatch.setattr(features_module, "_IMAGES_AT_A_TIME", {"cpu": batch_size})
         features = extract_features(encoder, images)
         assert features.dtype == torch.float32
         assert not features.requires_grad

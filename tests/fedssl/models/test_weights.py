@@ -260,3 +260,26 @@ def test_a_run_is_not_continued_with_other_weights_but_evaluated_without_them(no
     with pytest.raises(UserError, match="there is no file"):
         in_process.resume(tmp_path / "run")
     assert evaluate_run(tmp_path / "whole").is_file()
+
+
+@pytest.mark.parametrize("kept", ["kept", "trained"])
+def test_batch_statistics_of_weights_may_be_kept(noisy, tmp_path, kept):
+    """In online and target networks, in worker processes too; an architecture without weights trains its own."""
+    save_file(drawn("small_convnet").state_dict(), tmp_path / "a.safetensors")
+    model = {"weights": {"small_convnet": str(tmp_path / "a.safetensors")}, "batch_statistics": kept}
+    architectures = ["small_convnet", "small_convnet_wide"]
+    recipe = noisy(model=model, architectures=architectures, clients_parallel=2, rounds=2)
+    run = in_process.run(recipe, tmp_path / "run")
+    start = build_federation(recipe).new_model(0).state_dict()
+    for client, changes in ((0, kept == "trained"), (1, True)):
+        state = run.client_state(client).tensors
+        reference = start if client == 0 else build_federation(recipe).new_model(1).state_dict()
+        for branch in ("online", "target"):
+            names = [name for name in reference if name.startswith(f"{branch}.encoder.")]
+            assert names
+            for name in names:
+                statistics = "running_" in name or "num_batches" in name
+                same_value = torch.equal(state[f"model/{name}"], reference[name])
+                assert same_value == (statistics and not changes), (client, name)
+    with pytest.raises(ValueError, match="batch_statistics=kept keeps those of weights to start from"):
+        ModelOptions(batch_statistics="kept")
