@@ -249,12 +249,13 @@ def _few_label_accuracy(
 
     `labelled` is features and labels of the training images, then those of the test images.
     """
-    features, labels, *test = labelled
+    features, labels, test_features, test_labels = labelled
+    classes = len(dataset.class_names)
     values = []
     for draw in range(_DRAWS_OF_LABELS):
         rows = labeled_subset(labels, fraction, generator_for(seed, "few labels", str(draw)))
         values.append(
-            linear_accuracy(features[rows], labels[rows], *test, len(dataset.class_names), options.linear, seed)
+            linear_accuracy(features[rows], labels[rows], test_features, test_labels, classes, options.linear, seed)
         )
     return fmean(values)
 

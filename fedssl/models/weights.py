@@ -142,7 +142,7 @@ def keep_batch_statistics(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
-            module.train = _stay_as_it_is  # type: ignore[method-assign]
+            module.train = _stay_as_it_is  # type: ignore[method-assign, assignment]
 
 
 def _stay_as_it_is(mode: bool = True) -> None:
