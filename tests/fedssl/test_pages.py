@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import sys
@@ -82,7 +83,8 @@ def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_va
     for command in commands:
         assert command[1] in known
         if command[1] in ("run", "partition") and not command[2].startswith("--"):
-            overrides = [word for word in command[3:] if "={name: ./" not in word and "=[{name: ./" not in word]
+            words = itertools.takewhile(lambda word: not word.startswith("--"), command[3:])
+            overrides = [word for word in words if "={name: ./" not in word and "=[{name: ./" not in word]
             load_recipe(command[2], overrides)
 
 

@@ -104,7 +104,9 @@ def test_a_run_exports_its_encoder_or_says_before_it_trains_that_it_cannot(fedss
         assert "at once exists and is not empty" in err or "fedssl export other FOLDER --client NUMBER" in err
     assert not (tmp_path / "other").exists()
     assert not (tmp_path / "new").exists()
-    assert fedssl("run", "tiny.yaml", "partition.clients=1", "--encoder", "new")[0] == 0
+    code, _, err = fedssl("run", "tiny.yaml", "partition={name: iid, clients: 1}", "--encoder", "new")
+    assert code == 0, err
+    assert (tmp_path / "new" / "load.py").is_file()
 
 
 def test_doctor_version_and_partition(fedssl, tmp_path):
