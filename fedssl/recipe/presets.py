@@ -169,6 +169,7 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     reasons += _adapt_batch(values, given, preset, data)
     if not name.startswith(PAPER) and name != "digits":
         reasons += _limit_evaluation(values, data)
+        reasons += _mention_weights(values)
     return AppliedPreset(given, values, tuple(reasons))
 
 
@@ -304,6 +305,17 @@ def _adapt_batch(
         partition["min_samples"] = batch
         reasons.append(f"partition.min_samples is {batch}, so that every client can fill a batch.")
     return reasons
+
+
+def _mention_weights(values: dict[str, Any]) -> list[str]:
+    """Say what starting from scratch is to be compared with, where a recipe has images of the user's own."""
+    own = _get(values, "data", "name") in ("npz", "images", "folder")
+    if not own or _get(values, "model", "weights") is not None:
+        return []
+    return [
+        "Networks start from scratch: where images are like ImageNet's, its weights as they are may give more "
+        "(model.weights; docs/does_federating_pay.md)."
+    ]
 
 
 def _limit_evaluation(values: dict[str, Any], summary: DataSummary | None) -> list[str]:

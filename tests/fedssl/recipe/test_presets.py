@@ -14,7 +14,7 @@ from fedssl.errors import UserError
 from fedssl.parts import part_class, part_names
 from fedssl.recipe.overrides import read_values, recipe_names
 from fedssl.recipe.presets import preset_names, read_preset
-from fedssl.recipe.reading import load_recipe, parse_recipe
+from fedssl.recipe.reading import fill_in, load_recipe, parse_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.untrusted import PART_KEYS
 
@@ -91,6 +91,13 @@ def test_what_the_recipe_or_an_override_says_goes_first(tmp_path):
     assert (recipe.objective.hidden_features, recipe.objective.output_features) == (33, 256)
     assert (recipe.augmentation.flip, recipe.augmentation.blur, recipe.augmentation.saturation) == (0.25, 0.125, 0.4)
     assert (recipe.partition.name, recipe.partition.clients, recipe.rounds) == ("iid", 5, 3)
+
+
+def test_training_from_scratch_on_own_images_names_what_to_compare_it_with(tmp_path):
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8))
+    own = ["data.name=npz", f"data.path={tmp_path / 'a.npz'}"]
+    for words, told in ((own, True), ([*own, "model.weights=a.pt"], False), ([], False)):
+        assert ("docs/does_federating_pay.md" in " ".join(fill_in("fedbyol", words).reasons)) == told
 
 
 def test_a_resolved_recipe_is_read_back_without_its_data(tmp_path):
