@@ -50,7 +50,7 @@ def commit(directory, number, *arguments, **keys):
     if number == 1:
         note(pathlib.Path(sys.argv[-1]).with_name("noted.json"))
         os.killpg(os.getpgrp(), signal.SIGINT)
-        time.sleep(1)  # the main thread hears it
+        time.sleep(5)  # the main thread hears it, on a busy machine too
 
 RunDirectory.commit = commit
 main()
