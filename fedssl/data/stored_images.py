@@ -446,9 +446,8 @@ def _decode(
     last_line = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         remaining, done = iter(readable), 0
-        for chunk in iter(
-            lambda: list(islice(remaining, _FILES_AT_A_TIME * workers)), []
-        ):  # bounds what waits for its turn
+        # a part for each thread at a time, which bounds what waits for its turn
+        for chunk in iter(lambda: list(islice(remaining, _FILES_AT_A_TIME * workers)), []):
             parts = [chunk[start : start + _FILES_AT_A_TIME] for start in range(0, len(chunk), _FILES_AT_A_TIME)]
             for index, pixels in zip(chunk, chain.from_iterable(pool.map(read_all, parts)), strict=True):
                 if isinstance(pixels, str):

@@ -103,8 +103,9 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     from .image_files import BrokenImageError, image_kind
 
     files, _ = list_files(path, data.get("follow_links") is True)
-    for more in data.get("more_paths") or ():
-        folder = expanded(Path(more), "data.more_paths")
+    more_paths = data.get("more_paths")
+    for more in more_paths if isinstance(more_paths, list) else ():
+        folder = expanded(Path(str(more)), "data.more_paths")
         files += list_files(folder, data.get("follow_links") is True)[0] if kind_of(folder) == "folder" else []
     if (path / "train").is_dir():
         files = [file for file in files if file.is_relative_to(path / "train")]
