@@ -13,6 +13,7 @@ from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.federation import build_federation, federation_of_run
 from fedssl.models import weights
+from fedssl.models.encoders import build_encoder
 from fedssl.models.weights import digest, frozen_encoder
 from fedssl.objectives.base import Step
 from fedssl.recipe.reading import load_recipe, load_stored_recipe
@@ -122,9 +123,11 @@ def test_a_teacher_of_timm_keeps_its_own_stem_and_a_path_starts_at_the_recipe(mo
     assert load_recipe(tmp_path / "mine.yaml").objective.teacher == str(tmp_path / "encoder")
 
 
-def test_loading_the_teacher_is_no_operation_of_a_step(noisy, teacher):
-    """A step costs the same in the process that must read the teacher first and in one that has it."""
-    recipe = noisy(**AVERAGED, objective=PART | {"teacher": str(teacher)})
+def test_loading_the_teacher_is_no_operation_of_a_step(noisy, tmp_path):
+    """A step costs the same in a process that first reads a teacher, and tries images on it, and in one that has it."""
+    save_file(build_encoder("small_vit", 1, 8).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architecture": "small_vit"}')
+    recipe = noisy(**AVERAGED, objective=PART | {"teacher": str(tmp_path)})
     found = []
     for clear in (_loaded.cache_clear, STEP_COSTS.clear):
         STEP_COSTS.clear()
