@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..client import LocalRound
 from ..data.pixels import normalize
@@ -33,16 +34,17 @@ RELATIVE_FACTOR_TOLERANCE = 1e-7
 MOST_ROWS_OF_MEDIAN = 2000
 
 
-def whitening_matrix(representation: Tensor) -> Tensor:
-    """Return (A'A)^(-1/4) as a pseudo-inverse, [d, d] from A [L, d].
+def whitening_matrix(representation: Tensor, power: float = -0.25) -> Tensor:
+    """Return (A'A)^power as a pseudo-inverse, [d, d] from A [L, d].
 
-    A W has the kernel A (A'A)^(-1/2) A' = (A A')^(1/2). Each direction counts by its singular value and not by its
-    square, so that a few large directions of a representation do not dominate the others.
+    With -1/4, A W has the kernel A (A'A)^(-1/2) A' = (A A')^(1/2). Each direction counts by its singular value and not
+    by its square, so that a few large directions of a representation do not dominate the others. With -1/2 all count
+    the same: the kernel is the projection onto the columns of A.
     """
     a = representation.to(torch.float64)
     values, vectors = torch.linalg.eigh(a.T @ a)
     keep = values > RELATIVE_RANK_TOLERANCE * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
-    scale = torch.where(keep, values.clamp_min(torch.finfo(torch.float64).tiny).pow(-0.25), 0.0)
+    scale = torch.where(keep, values.clamp_min(torch.finfo(torch.float64).tiny).pow(power), 0.0)
     return ((vectors * scale) @ vectors.T).to(representation.dtype)
 
 
@@ -57,6 +59,21 @@ def gaussian_kernel(representation: Tensor, bandwidth: float) -> Tensor:
 def join_factors(factors: list[Tensor], weights: list[float]) -> Tensor:
     """Return F [L, sum d_j] with F F' = sum_j w_j A_j A_j', from A_j [L, d_j]."""
     return torch.cat([factor * weight**0.5 for factor, weight in zip(factors, weights, strict=True)], dim=1)
+
+
+def shared_directions(factors: list[Tensor], weights: list[float], count: int) -> Tensor:
+    """Return G [L, count], where G G' are the largest terms of sum_j w_j P_j = sum_i s_i u_i u_i', s_i descending.
+
+    P_j is the projection onto the columns of A_j [L, d_j]. So u_1 is the direction that most representations contain,
+    whatever its size in each: generalised canonical correlation analysis (Carroll 1968; MAXVAR in Kettenring 1971).
+    Directions that are as shared as the last one come along, so that G G' follows from sum_j w_j P_j alone. (All
+    directions of a single client are.)
+    """
+    wide = [factor.to(torch.float64) for factor in factors]
+    factor = join_factors([a @ whitening_matrix(a, power=-0.5) for a in wide], weights)
+    values, vectors = torch.linalg.eigh(factor.T @ factor)
+    keep = values >= values[-min(count, len(values))] - RELATIVE_RANK_TOLERANCE * values[-1]
+    return (factor @ vectors[:, keep]).to(factors[0].dtype)
 
 
 def canonical_factor(factor: Tensor) -> Tensor:
@@ -115,6 +132,11 @@ class RepresentationMean(Aggregator):
     exp(-|a_i - a_j|^2 / (2 s^2)) with s = `bandwidth` times the median distance (the RBF kernel of Kornblith et al.
     2019, section 3), which is sent as an L x L matrix; the term takes the median of its batch.
 
+    With `views` n, the A_j that a client sends are the means over n random views of each public image, drawn by the
+    recipe's augmentation, and not those of the images themselves. With `components` k, clients get the k directions
+    that most of the A_j share in place of K-bar, see `shared_directions`. Neither is in the paper;
+    docs/how_much_can_peers_give.md has what they bring.
+
     Logs `public_effective_rank`, the effective rank of A_j, to be read beside `cka`.
     """
 
@@ -148,6 +170,18 @@ class RepresentationMean(Aggregator):
     bandwidth: float = Field(
         1.0, gt=0, description="standard deviation of kernel gaussian, as a multiple of the median distance"
     )
+    views: int = Field(
+        0,
+        ge=0,
+        multiple_of=2,
+        description="random views of a public image, over which the representations that are sent are means; 0: of the "
+        "image itself, as in the paper",
+    )
+    components: int | None = Field(
+        None,
+        ge=1,
+        description="how many shared directions are sent in place of the mean kernel (default: the mean kernel)",
+    )
     weights: list[float] | None = Field(
         None, description="the clients' weights w_j in K-bar (default: uniform, as in section 5.1)"
     )
@@ -167,8 +201,9 @@ class RepresentationMean(Aggregator):
                 f"representation_mean has target {self.target} and oracle {self.oracle}: target oracle, and no other, "
                 "needs the folder of an exported encoder as oracle"
             )
-        if self.kernel == "gaussian" and self.send == "factor":
-            raise UserError("representation_mean.send is factor, but kernel gaussian has none: leave send out")
+        for option, given in (("send: factor", self.send == "factor"), ("components", self.components is not None)):
+            if self.kernel == "gaussian" and given:
+                raise UserError(f"representation_mean has {option}, but kernel gaussian has no factor: leave it out")
         if self.renew_every > 1 and self.target in ("untrained", "oracle"):
             raise UserError(
                 f"representation_mean.renew_every is {self.renew_every}, but kernels of target {self.target} are never "
@@ -220,7 +255,10 @@ class RepresentationMean(Aggregator):
             kernels = [w * gaussian_kernel(a, self.bandwidth) for a, w in zip(factors, weights, strict=True)]
             tensors[KERNEL] = sum(kernels[1:], kernels[0])
         else:
-            factor = join_factors(factors, weights)
+            if self.components is None:
+                factor = join_factors(factors, weights)
+            else:
+                factor = shared_directions(factors, weights, self.components)
             if self.send == "factor" or (self.send == "auto" and factor.shape[1] < factor.shape[0]):
                 tensors[FACTOR] = factor if self.target == "self" else canonical_factor(factor)
             else:
@@ -229,28 +267,54 @@ class RepresentationMean(Aggregator):
 
     @torch.no_grad()
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
-        client, model, public = local.client, local.client.model, local.client.public_images
-        assert public is not None
+        client, model = local.client, local.client.model
         model.train(self.statistics == "batch")
-        if self.statistics == "batch":  # of nearly equal sizes: a single image left over has no statistics
-            batches = public.tensor_split(-(-len(public) // self.batch_size))
-        else:
-            batches = public.split(self.batch_size)
+
+        def represent(images: Tensor) -> Tensor:
+            return model.represent(images, self.layer)
+
         with untouched_running_statistics(model):
-            a = torch.cat([model.represent(normalize(b.to(model.device)), self.layer) for b in batches]).cpu()
-        local.log("public_effective_rank", effective_rank(a))
-        a, whitening = self._factor(a)
-        if whitening is not None:  # the alignment term of the next round whitens its mini-batches by the same matrix
-            client.memory.tensors[WHITENING] = whitening
-        if self.oracle is not None and local.number == 0:  # what comes later the server leaves out
-            channels, height, width = public.shape[1:]
-            try:
-                encoder = frozen_encoder(self.oracle, (channels, height, width)).to(model.device)
-            except UserError as error:
-                raise UserError(f"representation_mean.oracle: {error}") from error
-            a, _ = self._factor(torch.cat([encoder(normalize(b.to(model.device))) for b in batches]).cpu())
-        asked = local.number == 0 or local.received.config.get(ASKED, True)
-        return Message({f"representation.{client.index}": a} if asked else {})
+            a = self._represented(local, represent, views=0)
+            local.log("public_effective_rank", effective_rank(a))
+            factor, whitening = self._factor(a)
+            if (
+                whitening is not None
+            ):  # the alignment term of the next round whitens its mini-batches by the same matrix
+                client.memory.tensors[WHITENING] = whitening
+            if not (local.number == 0 or local.received.config.get(ASKED, True)):
+                return Message()
+            if self.oracle is not None and local.number == 0:  # what comes later the server leaves out
+                factor, _ = self._factor(self._represented(local, self._oracle_of(local), self.views))
+            elif self.views:
+                factor, _ = self._factor(self._represented(local, represent, self.views))
+        return Message({f"representation.{client.index}": factor})
+
+    def _represented(self, local: LocalRound, represent: Callable[[Tensor], Tensor], views: int) -> Tensor:
+        """Return the public images' representations [L, d] on the CPU, the means over so many views (0: no views)."""
+        public, device = local.client.public_images, local.client.model.device
+        assert public is not None
+        rows = torch.arange(len(public))
+        # with batch statistics batches of nearly equal sizes: a single image left over has none
+        count = -(-len(public) // self.batch_size)
+        batches = rows.tensor_split(count) if self.statistics == "batch" else rows.split(self.batch_size)
+        means = []
+        for batch in batches:
+            if views:
+                pairs = [local.views(public[batch], batch, "representation", pair) for pair in range(views // 2)]
+                means.append(torch.stack([represent(view) for pair in pairs for view in pair]).mean(dim=0).cpu())
+            else:
+                means.append(represent(normalize(public[batch].to(device))).cpu())
+        return torch.cat(means)
+
+    def _oracle_of(self, local: LocalRound) -> nn.Module:
+        """Return the oracle's encoder."""
+        assert self.oracle is not None
+        assert local.client.public_images is not None
+        channels, height, width = local.client.public_images.shape[1:]
+        try:
+            return frozen_encoder(self.oracle, (channels, height, width)).to(local.client.model.device)
+        except UserError as error:
+            raise UserError(f"representation_mean.oracle: {error}") from error
 
     def _factor(self, a: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the factor of the kernel that representations [L, d] make, and its whitening matrix if it has one."""

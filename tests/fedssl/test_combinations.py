@@ -45,7 +45,12 @@ AGGREGATORS: dict[str, dict[str, Any]] = {
     "orchestra_clusters": {"local_clusters": 4, "steps": 2},
 }
 #: what a regularizer reads, and an objective's clusters
-READS = {"base_alignment": "base_model", "cka_alignment": "representation_mean", "dictionary_contrast": "dictionary"}
+READS = {
+    "base_alignment": "base_model",
+    "cka_alignment": "representation_mean",
+    "dictionary_contrast": "dictionary",
+    "similarity_distillation": "representation_mean",
+}
 TWO_VIEWS = {"dictionary_contrast", "global_distillation", "relational_distillation"}
 WITHOUT_PROJECTOR = TWO_VIEWS | {"representation_alignment", "sliced_uniformity", "uniformity"}
 REFUSED: dict[str, set[str]] = {

@@ -26,8 +26,10 @@ from fedssl.aggregators.orchestra_clusters import (
 from fedssl.aggregators.representation_mean import (
     FACTOR,
     KERNEL,
+    WHITENING,
     RepresentationMean,
     canonical_factor,
+    shared_directions,
     whitening_matrix,
 )
 from fedssl.aggregators.trimmed_mean import TrimmedMean
@@ -335,14 +337,17 @@ def test_clients_that_have_not_answered_yet_shift_nobodys_weight():
 
 
 @pytest.mark.parametrize("sizes", [((20, 3), (20, 5)), ((20, 6),)], ids=["two clients", "one has answered"])
-def test_a_factor_tells_nothing_that_the_mean_kernel_does_not(sizes):
+@pytest.mark.parametrize("components", [None, 4])  # and one of equal rank that comes along, or all of one client
+def test_a_factor_tells_nothing_that_the_mean_kernel_does_not(sizes, components):
     """Clients whose representations are rotated have the same kernels: what is sent is the same."""
     server, rotated = state_of(*sizes), Message()
     for name, a in server.tensors.items():
         rotation = torch.linalg.qr(torch.randn(a.shape[1], a.shape[1], dtype=torch.float64)).Q
         server.tensors[name], rotated.tensors[name] = a.double(), a.double() @ rotation
-    sent, sent_rotated = (sent_by(RepresentationMean(), state)[FACTOR] for state in (server, rotated))
-    torch.testing.assert_close(sent, sent_rotated, atol=1e-13, rtol=0)
+    part = RepresentationMean(components=components)
+    sent, sent_rotated = (sent_by(part, state)[FACTOR] for state in (server, rotated))
+    torch.testing.assert_close(sent, sent_rotated, atol=1e-13 if components is None else 1e-12, rtol=0)
+    assert sent.shape[1] == (sum(columns for _, columns in sizes) if components is None else 5 if len(sizes) > 1 else 6)
     columns = torch.cat(list(server.tensors.values()), dim=1)
     assert torch.cdist(sent.T, columns.T).min() > 0.1  # no client's own column
 
@@ -428,11 +433,48 @@ def test_kernels_that_are_renewed_every_second_round_are_sent_and_change_in_thes
     assert torch.equal(done.server.tensors["representation.1"], done.replies[4][1].tensors["representation.1"])
 
 
-def test_half_whitening_gives_the_square_root_of_the_kernel():
+def test_half_whitening_gives_the_square_root_of_the_kernel_and_whitening_a_projection():
     torch.manual_seed(0)
     a = torch.randn(30, 6, dtype=torch.float64) @ torch.diag(torch.tensor([10.0, 5, 1, 1, 0.1, 0])).double()
     kernel = kernel_of(a @ whitening_matrix(a))
     torch.testing.assert_close(kernel @ kernel, a @ a.T, atol=1e-6, rtol=1e-6)
+    projection = kernel_of(a @ whitening_matrix(a, -0.5))
+    torch.testing.assert_close(projection @ a, a, atol=1e-6, rtol=1e-6)
+    assert float(projection.trace()) == pytest.approx(5)
+
+
+def test_shared_directions_are_those_that_most_representations_contain_whatever_their_size():
+    torch.manual_seed(0)
+    q = torch.linalg.qr(torch.randn(20, 6, dtype=torch.float64)).Q
+    a, b, c = q[:, [0, 1, 2]] * torch.tensor([0.1, 1, 9]), q[:, [1, 0, 3]] * torch.tensor([0.1, 1, 9]), q[:, [0, 4, 5]]
+    (first,) = shared_directions([a, b, c], [1 / 3] * 3, 1).T
+    torch.testing.assert_close(torch.outer(first, first), torch.outer(q[:, 0], q[:, 0]))  # it is in all three
+    two = kernel_of(shared_directions([a @ torch.randn(3, 3).double(), b, c], [1 / 3] * 3, 2))
+    torch.testing.assert_close(two, torch.outer(q[:, 0], q[:, 0]) + 2 / 3 * torch.outer(q[:, 1], q[:, 1]))
+    everything = kernel_of(shared_directions([a, b, c], [1 / 3] * 3, 99))
+    torch.testing.assert_close(everything, sum(x @ torch.linalg.pinv(x) for x in (a, b, c)) / 3)
+
+
+def test_with_views_a_client_sends_the_mean_over_random_views_of_each_public_image(tiny):
+    part = {"name": "representation_mean", "views": 4, "layer": "encoder", "kernel": "half_whitened", "batch_size": 11}
+    federation = build_federation(tiny(**{**ALIGNED, "aggregators": [part]}))
+    method, client = federation.method, federation.client(0, Message())
+    sent = method.client_round(client, Message(), 0).tensors["representation.0"]
+    model, local = client.model.eval(), LocalRound(client, Message(), 0, 0, method.objective, method.augmentation)
+    rows = torch.arange(30)
+    views = [v for pair in (0, 1) for v in local.views(client.public_images, rows, "representation", pair)]
+    assert not torch.equal(views[0], views[2])
+    mean = torch.stack([model.represent(v, "encoder") for v in views]).mean(dim=0).detach()
+    torch.testing.assert_close(sent, mean @ whitening_matrix(mean), atol=1e-3, rtol=1e-3)
+    plain = model.represent(
+        normalize(client.public_images), "encoder"
+    ).detach()  # by which the term whitens its batches
+    torch.testing.assert_close(client.memory.tensors[WHITENING], whitening_matrix(plain), atol=1e-3, rtol=1e-3)
+
+
+def test_a_gaussian_kernel_has_no_components():
+    with pytest.raises(UserError, match="representation_mean has components, but kernel gaussian has no factor"):
+        RepresentationMean(kernel="gaussian", components=3).check(2)
 
 
 def test_everybody_is_asked_before_training_for_representations_of_the_public_images_and_nothing_else(tiny, tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fedkernels import nt_xent
@@ -28,6 +29,7 @@ from fedssl.regularizers.global_distillation import GlobalDistillation
 from fedssl.regularizers.proximal import Proximal
 from fedssl.regularizers.relational_distillation import RelationalDistillation, relational_loss
 from fedssl.regularizers.representation_alignment import RepresentationAlignment, model_contrast
+from fedssl.regularizers.similarity_distillation import SimilarityDistillation, similarity_divergence
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.models.test_model import images, staged
 from tests.fedssl.rounds_in_memory import train_rounds
@@ -133,6 +135,7 @@ def opened(tiny: Any, client: int = 0, **options: Any) -> tuple[LocalRound, Mess
     return LocalRound(one, received, 1, 0, method.objective, method.augmentation), done.server
 
 
+@pytest.mark.parametrize("part", [CKAAlignment, SimilarityDistillation])
 @pytest.mark.parametrize(
     ("kernel", "layer", "centered"),
     [
@@ -142,14 +145,14 @@ def opened(tiny: Any, client: int = 0, **options: Any) -> tuple[LocalRound, Mess
         ("half_whitened", "predictor", True),
     ],
 )
-def test_factor_and_kernel_give_the_same_term_and_gradient(kernel, layer, centered, tiny):
+def test_factor_and_kernel_give_the_same_term_and_gradient(part, kernel, layer, centered, tiny):
     """What travels must not change what is learned."""
     terms, gradients = [], []
     for send in ("factor", "kernel"):
         local, _ = opened(tiny, client=1, kernel=kernel, layer=layer, centered=centered, send=send)
         assert list(local.received.tensors) == [FACTOR if send == "factor" else KERNEL]
         model = local.client.model.train()
-        term = CKAAlignment(weight=0.5, batch_size=16).start_round(local)(NO_STEP)
+        term = part(weight=0.5, batch_size=16).start_round(local)(NO_STEP)
         term.backward()
         terms.append(term.detach())
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
@@ -185,6 +188,40 @@ def test_the_term_is_mu_times_one_minus_eq_1(kernel, centered, tiny):
     assert local.logged()["cka"] == pytest.approx(cka, abs=1e-5)
 
 
+def test_the_divergence_of_similarities_is_that_of_softmaxes_over_the_other_images():
+    torch.manual_seed(0)
+    a, b = (F.normalize(torch.randn(5, 3, dtype=torch.float64), dim=1) for _ in range(2))
+    by_hand = 0.0
+    for i in range(5):
+        others = [j for j in range(5) if j != i]
+        q, p = (torch.exp(torch.stack([x[i] @ x[j] for j in others]) / 0.2) for x in (a, b))
+        q, p = q / q.sum(), p / p.sum()
+        by_hand += float((p * (p / q).log()).sum()) / 5
+    assert float(similarity_divergence(a @ a.T, b @ b.T, 0.2)) == pytest.approx(by_hand, abs=1e-12)
+    assert float(similarity_divergence(a @ a.T, a @ a.T, 0.2)) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["half_whitened", "gaussian"])
+def test_similarities_are_those_of_whitened_representations_and_of_the_mean_kernel(kernel, tiny):
+    """All 30 public images in one batch, a network in evaluation mode."""
+    local, server = opened(tiny, layer="encoder", kernel=kernel, centered=True, bandwidth=0.5)
+    client = local.client
+    client.model.eval()
+    term = SimilarityDistillation(weight=0.7, batch_size=30, temperature=0.3).start_round(local)(NO_STEP)
+    own = client.model.represent(normalize(client.public_images), "encoder").double().detach()
+    own = own - own.mean(dim=0)
+    values, vectors = torch.linalg.eigh(own @ own.T)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    a = own @ own.T if kernel == "gaussian" else root
+    a = a * a.diagonal().rsqrt() * a.diagonal().rsqrt()[:, None]
+    by_hand = gaussian_by_hand if kernel == "gaussian" else lambda t: t.double() @ t.double().T
+    b = sum(map(by_hand, server.tensors.values())) / 3
+    b = b * b.diagonal().rsqrt() * b.diagonal().rsqrt()[:, None]
+    expected = float(similarity_divergence(a, b, 0.3))
+    assert float(term.detach()) == pytest.approx(0.7 * expected, rel=1e-3)
+    assert local.logged()["similarity_divergence"] == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(("kernel", "centered"), [("linear", True), ("half_whitened", False)])
 def test_with_running_statistics_the_cka_with_ones_own_kernel_is_one(kernel, centered, tiny):
     """With unchanged weights, in training mode, on a mini-batch of the public images."""
@@ -205,6 +242,7 @@ def test_with_running_statistics_the_cka_with_ones_own_kernel_is_one(kernel, cen
     [
         {"name": "cka_alignment", "statistics": "batch"},
         {"name": "cka_alignment", "statistics": "running"},
+        {"name": "similarity_distillation"},
         {"name": "public_objective"},
     ],
 )
@@ -212,7 +250,7 @@ def test_public_images_leave_no_trace_in_the_running_statistics(part, tiny):
     """With weight 0 a client ends with the very model, buffers included, of a round without the term."""
     ends = []
     for regularizers in ([part | {"weight": 0.0, "batch_size": 12}], []):
-        aggregators = ALIGNED["aggregators"] if regularizers and "statistics" in part else []
+        aggregators = ALIGNED["aggregators"] if regularizers and part["name"] != "public_objective" else []
         federation = build_federation(tiny(**{**ALIGNED, "regularizers": regularizers, "aggregators": aggregators}))
         ends.append(train_rounds(federation, 1, clients=[0]).clients[0].tensors)
     names = [name for name in ends[1] if name.startswith("model/")]

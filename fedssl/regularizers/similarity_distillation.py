@@ -1,0 +1,89 @@
+"""Learn which public images are similar from the mean kernel, by softmaxed cosine similarities."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING
+from ..client import LocalRound
+from ..data.batches import endless_batches
+from ..data.pixels import normalize
+from ..models.model import untouched_running_statistics
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
+
+
+def similarity_divergence(similarities: Tensor, target: Tensor, temperature: float) -> Tensor:
+    """Return the mean over i of KL(p_i || q_i), a scalar, from cosine similarities [n, n] and the target's [n, n].
+
+    q_i is the softmax of s_ij / temperature over all j other than i, and p_i that of the target.
+    """
+    n = len(similarities)
+    others = ~torch.eye(n, dtype=torch.bool, device=similarities.device)
+    q = F.log_softmax(similarities[others].view(n, n - 1) / temperature, dim=1)
+    p = F.log_softmax(target[others].view(n, n - 1) / temperature, dim=1)
+    return F.kl_div(q, p, log_target=True, reduction="batchmean")
+
+
+class SimilarityDistillation(Regularizer):
+    """mu * KL between the distributions of similarities to other public images, K-bar's as the target.
+
+    Source: similarity distillation of SEED (Fang et al. 2021), with the step's other public images in
+    place of its queue, towards the clients' joined similarities as in FLESD (Shi et al. 2021), which teaches one global
+    model by them. Here each client learns from them beside its own objective. A softmax looks at the nearest images,
+    and so the many small similarities of a kernel of high rank count for less than in `cka_alignment`.
+    docs/how_much_can_peers_give.md has what both reach.
+
+    The aggregator `representation_mean` determines what is learned from. The client's representations are whitened as
+    those that it sends, and centred by the batch where those are. BatchNorm takes the statistics of the batch and
+    leaves the running ones alone. Logs `similarity_divergence`, the mean over the round's steps.
+    """
+
+    needs_public_images: ClassVar[bool] = True
+    needs_aggregator: ClassVar[str | None] = "representation_mean"
+
+    weight: float = Field(1.0, ge=0, description="mu, the factor of the term")
+    batch_size: int = Field(100, ge=2, description="public images a step")
+    temperature: float = Field(0.1, gt=0, description="temperature of both softmaxes")
+
+    def start_round(self, local: LocalRound) -> StepLoss:
+        received, client = local.received, local.client
+        assert client.public_images is not None
+        model, public = client.model, client.public_images
+        layer, centered = received.config["alignment.layer"], bool(received.config["alignment.centered"])
+        factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
+        whitening = client.memory.tensors.get(WHITENING)
+        if whitening is not None:
+            whitening = whitening.to(model.device)
+        batches = endless_batches(len(public), self.batch_size, local.generator("similarity_distillation"))
+
+        def term(step: Step) -> Tensor:
+            if factor is None and kernel is None:  # the server has no usable answer to learn from yet
+                return torch.zeros((), device=model.device)
+            rows = next(batches)
+            images = public[rows].to(model.device, non_blocking=True)
+            with untouched_running_statistics(model):
+                x = model.represent(normalize(images), layer)  # type: ignore[arg-type]
+            if whitening is not None:
+                x = x @ whitening
+            if centered:
+                x = x - x.mean(dim=0)
+            x = F.normalize(x, dim=1)
+            if factor is not None:
+                y = F.normalize(factor[rows].to(x, non_blocking=True), dim=1)
+                target = y @ y.T
+            else:
+                assert kernel is not None
+                target = kernel[rows][:, rows].to(x, non_blocking=True)
+                scale = target.diagonal().clamp_min(1e-30).rsqrt()
+                target = target * scale * scale[:, None]
+            divergence = similarity_divergence(x @ x.T, target, self.temperature)
+            local.log("similarity_divergence", divergence.detach())
+            return self.weight * divergence
+
+        return term
