@@ -225,9 +225,9 @@ class RepresentationMean(Aggregator):
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
         sent = self._targets(server, clients)
-        if self.renew_every > 1:
+        if not self._renews(server):
             for message in sent.values():
-                message.config[ASKED] = self._renews(server)
+                message.config[ASKED] = False
         return sent
 
     def _targets(self, server: Message, clients: list[int]) -> dict[int, Message]:
@@ -277,13 +277,11 @@ class RepresentationMean(Aggregator):
             a = self._represented(local, represent, views=0)
             local.log("public_effective_rank", effective_rank(a))
             factor, whitening = self._factor(a)
-            if (
-                whitening is not None
-            ):  # the alignment term of the next round whitens its mini-batches by the same matrix
+            if whitening is not None:  # the term of the next round whitens its mini-batches by the same matrix
                 client.memory.tensors[WHITENING] = whitening
-            if not (local.number == 0 or local.received.config.get(ASKED, True)):
+            if not local.received.config.get(ASKED, True):
                 return Message()
-            if self.oracle is not None and local.number == 0:  # what comes later the server leaves out
+            if self.oracle is not None:
                 factor, _ = self._factor(self._represented(local, self._oracle_of(local), self.views))
             elif self.views:
                 factor, _ = self._factor(self._represented(local, represent, self.views))
@@ -332,8 +330,7 @@ class RepresentationMean(Aggregator):
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         numbers = {ROUND: server.numbers.get(ROUND, -1.0) + 1} if self.renew_every > 1 else {}
-        keeps = self.target in ("untrained", "oracle") and any(name.startswith(_LATEST) for name in server.tensors)
-        if keeps or not self._renews(server):
+        if not self._renews(server):
             return Message(numbers=numbers)
         tensors = {f"representation.{k}": replies[k].tensors[f"representation.{k}"] for k in sorted(replies)}
         return Message(tensors | self._released(server.tensors | tensors), numbers=numbers)
@@ -367,11 +364,16 @@ class RepresentationMean(Aggregator):
                 "kernel exactly: of two that have answered, each subtracts its own, and where clients are missing or "
                 f"sampled the difference of two rounds' means is the kernel of who has newly answered: {remedy}"
             )
+        mean = "the mean of the clients' kernels, which tell all of the representations but a rotation"
+        if self.components is not None:
+            mean = f"{self.components} directions that the representations share, cut from a mean of such kernels"
         return (
             "representation_mean: the server has each client's representations of the public images. Every client gets "
-            "the mean of the clients' kernels, which tell all of the representations but a rotation. " + told + "."
+            f"{mean}. {told}."
         )
 
     def _renews(self, server: Message) -> bool:
         """Return whether clients send their representations in the round after the server's state."""
+        if self.target in ("untrained", "oracle"):
+            return not any(name.startswith(_LATEST) for name in server.tensors)
         return (server.numbers.get(ROUND, -1.0) + 1) % self.renew_every == 0

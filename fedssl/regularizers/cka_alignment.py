@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,6 +25,28 @@ def kernel_cka(first: Tensor, second: Tensor, centered: bool) -> Tensor:
     if centered:
         first, second = (k - k.mean(dim=0) - k.mean(dim=1, keepdim=True) + k.mean() for k in (first, second))
     return (first * second).sum() / (first.norm() * second.norm())
+
+
+def public_representations(
+    local: LocalRound, batch_size: int, purpose: str, statistics: Literal["batch", "running"] = "batch"
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield mini-batches of the public images without end: their rows, and representations [n, d] with gradients.
+
+    They are whitened by the matrix of the client's last representations that `representation_mean` computed, if its
+    kernels are. BatchNorm takes the statistics of the batch, or the running ones, which stay as they are.
+    """
+    client, model, public = local.client, local.client.model, local.client.public_images
+    assert public is not None
+    layer: Any = local.received.config["alignment.layer"]
+    whitening = client.memory.tensors.get(WHITENING)
+    if whitening is not None:
+        whitening = whitening.to(model.device)
+    mode = untouched_running_statistics if statistics == "batch" else running_statistics
+    for rows in endless_batches(len(public), batch_size, local.generator(purpose)):
+        images = public[rows].to(model.device, non_blocking=True)
+        with mode(model):
+            x = model.represent(normalize(images), layer)
+        yield rows, x if whitening is None else x @ whitening
 
 
 class CKAAlignment(Regularizer):
@@ -58,28 +81,16 @@ class CKAAlignment(Regularizer):
     )
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        received, client = local.received, local.client
-        assert client.public_images is not None
-        model, public = client.model, client.public_images
-        layer = received.config["alignment.layer"]
+        received, device = local.received, local.client.model.device
         centered = bool(received.config["alignment.centered"])
         bandwidth: Any = received.config.get("alignment.bandwidth")  # of a Gaussian kernel
         factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
-        whitening = client.memory.tensors.get(WHITENING)
-        if whitening is not None:
-            whitening = whitening.to(model.device)
-        mode = untouched_running_statistics if self.statistics == "batch" else running_statistics
-        batches = endless_batches(len(public), self.batch_size, local.generator("cka_alignment"))
+        batches = public_representations(local, self.batch_size, "cka_alignment", self.statistics)
 
         def term(step: Step) -> Tensor:
             if factor is None and kernel is None:  # the server has no usable answer to align to yet
-                return torch.zeros((), device=model.device)
-            rows = next(batches)
-            images = public[rows].to(model.device, non_blocking=True)
-            with mode(model):
-                x = model.represent(normalize(images), layer)  # type: ignore[arg-type]
-            if whitening is not None:
-                x = x @ whitening
+                return torch.zeros((), device=device)
+            rows, x = next(batches)
             if factor is not None:
                 cka = linear_cka(x, factor[rows].to(x, non_blocking=True), centered=centered)
             else:

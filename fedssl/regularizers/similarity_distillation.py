@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING
+from ..aggregators.representation_mean import FACTOR, KERNEL
 from ..client import LocalRound
-from ..data.batches import endless_batches
-from ..data.pixels import normalize
-from ..models.model import untouched_running_statistics
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
+from .cka_alignment import public_representations
 
 
 def similarity_divergence(similarities: Tensor, target: Tensor, temperature: float) -> Tensor:
@@ -52,25 +50,15 @@ class SimilarityDistillation(Regularizer):
     temperature: float = Field(0.1, gt=0, description="temperature of both softmaxes")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        received, client = local.received, local.client
-        assert client.public_images is not None
-        model, public = client.model, client.public_images
-        layer, centered = received.config["alignment.layer"], bool(received.config["alignment.centered"])
+        received, device = local.received, local.client.model.device
+        centered = bool(received.config["alignment.centered"])
         factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
-        whitening = client.memory.tensors.get(WHITENING)
-        if whitening is not None:
-            whitening = whitening.to(model.device)
-        batches = endless_batches(len(public), self.batch_size, local.generator("similarity_distillation"))
+        batches = public_representations(local, self.batch_size, "similarity_distillation")
 
         def term(step: Step) -> Tensor:
             if factor is None and kernel is None:  # the server has no usable answer to learn from yet
-                return torch.zeros((), device=model.device)
-            rows = next(batches)
-            images = public[rows].to(model.device, non_blocking=True)
-            with untouched_running_statistics(model):
-                x = model.represent(normalize(images), layer)  # type: ignore[arg-type]
-            if whitening is not None:
-                x = x @ whitening
+                return torch.zeros((), device=device)
+            rows, x = next(batches)
             if centered:
                 x = x - x.mean(dim=0)
             x = F.normalize(x, dim=1)

@@ -433,6 +433,13 @@ def test_kernels_that_are_renewed_every_second_round_are_sent_and_change_in_thes
     assert torch.equal(done.server.tensors["representation.1"], done.replies[4][1].tensors["representation.1"])
 
 
+def test_kernels_of_untrained_networks_are_sent_in_the_opening_round_alone(tiny):
+    part = {"name": "representation_mean", "target": "untrained"}
+    done = train_rounds(build_federation(tiny(**{**ALIGNED, "aggregators": [part]})), 2)
+    assert [len(reply.tensors) for r in range(3) for reply in done.replies[r].values()] == [1, 1, 1] + 6 * [0]
+    assert torch.equal(done.server.tensors["representation.1"], done.replies[0][1].tensors["representation.1"])
+
+
 def test_half_whitening_gives_the_square_root_of_the_kernel_and_whitening_a_projection():
     torch.manual_seed(0)
     a = torch.randn(30, 6, dtype=torch.float64) @ torch.diag(torch.tensor([10.0, 5, 1, 1, 0.1, 0])).double()
