@@ -219,9 +219,9 @@ def cell_recipe(
     """Return the recipe of one cell: the row's recipe, changed by the settings of table, scenario, row and overrides.
 
     Mappings are merged key by key; lists are replaced; a part with another name replaces the part. Models are measured
-    on all images, unless `evaluation.images` is set. The encoder that a
-    row aligns to lies in the table's folder `output`; without one, the recipe has untrained kernels as target, which
-    cost the same.
+    on all images, unless `evaluation.images` is set, and the states of one round are kept, unless `checkpoints` is set.
+    The encoder that a row aligns to lies in the table's folder `output`; without one, the recipe has untrained kernels
+    as target, which cost the same.
 
     Raises:
         UserError: see `load_recipe`; the message names the row.
@@ -234,6 +234,7 @@ def cell_recipe(
         values = read_values(row.recipe)
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
             values = _merge(values, settings)
+        values.setdefault("checkpoints", 1)  # a table has many runs, and continues each from its last round
         if isinstance(evaluation := values.setdefault("evaluation", {}), dict):
             evaluation.setdefault("images", None)  # a preset's number depends on the row, and rows are compared
         if row.oracle is not None:

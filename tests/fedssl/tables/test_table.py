@@ -159,6 +159,7 @@ def test_the_rows_of_a_table_are_measured_on_the_same_images(tmp_path):
     for expected in (None, 7):
         table = make_table(method=None, baselines=[], controls=[], rows=rows, settings=settings)
         assert [cell_recipe(table, row, 0).evaluation.images for row in table.rows] == [expected] * 2
+        assert [cell_recipe(table, row, 0).checkpoints for row in table.rows] == [1] * 2
         settings |= {"evaluation": {"images": 7}}
 
 
