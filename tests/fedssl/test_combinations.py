@@ -104,7 +104,7 @@ def test_every_regularizer_works_with_an_objective_or_is_refused(objective):
         with pytest.raises(UserError, match=rf"^[^\n]*({regularizer}|base_model)[^\n]*$"):
             federation_of(objective, [regularizer], aggregators, "replace")
     works = [name for name in part_names("regularizers") if name not in refused]
-    aggregators = ["weighted_mean", *(READS[name] for name in works if name in READS), *clusters]
+    aggregators = ["weighted_mean", *dict.fromkeys(READS[name] for name in works if name in READS), *clusters]
     assert all(map(math.isfinite, losses(federation_of(objective, works, aggregators, "replace"))))
 
 

@@ -89,7 +89,9 @@ def parts() -> list[dict[str, Any]]:
         for name in part_names("objectives")
         if not part_class("objectives", name).needs_labels  # type: ignore[attr-defined]
     ]
-    found.append({"regularizers": part_names("regularizers"), "aggregators": ["weighted_mean", *READS.values()]})
+    found.append(
+        {"regularizers": part_names("regularizers"), "aggregators": ["weighted_mean", *dict.fromkeys(READS.values())]}
+    )
     for name in set(part_names("aggregators")) - {"orchestra_clusters"}:  # it is that objective's
         joins: Any = part_class("aggregators", name)
         found.append({"aggregators": [name] if joins.exchanges_weights else ["weighted_mean", name]})

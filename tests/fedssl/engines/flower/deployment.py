@@ -61,8 +61,10 @@ def listening(mark: str, port: int | None = None) -> list[str]:
     """The addresses at which the processes of a mark listen, on one port if it is given."""
     sockets = set()
     for pid in marked(mark):
-        with contextlib.suppress(OSError):
-            sockets |= {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+        with contextlib.suppress(OSError):  # the process has ended
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):  # it has closed this one
+                    sockets.add(os.readlink(file))
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     found = []
     for fields in lines:
