@@ -26,13 +26,13 @@ SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_
 
 #: `fedssl` whose terminal sends Ctrl-C, to all its processes, when round 1 is committed; what strangers reach is noted
 INTERRUPTED = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, threading
 import grpc
 from fedssl.cli import main
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.flower.deployment import listening
 
-real = RunDirectory.commit
+real, really_install, heard = RunDirectory.commit, signal.signal, threading.Event()
 
 def note(path):
     import ray
@@ -50,9 +50,16 @@ def commit(directory, number, *arguments, **keys):
     if number == 1:
         note(pathlib.Path(sys.argv[-1]).with_name("noted.json"))
         os.killpg(os.getpgrp(), signal.SIGINT)
-        time.sleep(5)  # the main thread hears it, on a busy machine too
+        assert heard.wait(120)  # a busy machine's main thread takes its time, and round 2 must not be over by then
+
+def install(number, handler):
+    def hear(*arguments):
+        handler(*arguments)
+        heard.set()
+    return really_install(number, hear if number == signal.SIGINT and callable(handler) else handler)
 
 RunDirectory.commit = commit
+signal.signal = install
 main()
 """
 
