@@ -62,12 +62,12 @@ def join_factors(factors: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def shared_directions(factors: list[Tensor], weights: list[float], count: int) -> Tensor:
-    """Return G [L, count], where G G' are the largest terms of sum_j w_j P_j = sum_i s_i u_i u_i', s_i descending.
+    """Return G [L, k], where G G' are the k largest terms of sum_j w_j P_j = sum_i s_i u_i u_i', s_i descending.
 
     P_j is the projection onto the columns of A_j [L, d_j]. So u_1 is the direction that most representations contain,
     whatever its size in each: generalised canonical correlation analysis (Carroll 1968; MAXVAR in Kettenring 1971).
-    Directions that are as shared as the last one come along, so that G G' follows from sum_j w_j P_j alone. (All
-    directions of a single client are.)
+    k is `count`, or more where directions that are as shared as the last one come along, so that G G' follows from
+    sum_j w_j P_j alone: all of a single client's do. It is less where there are no more directions.
     """
     wide = [factor.to(torch.float64) for factor in factors]
     factor = join_factors([a @ whitening_matrix(a, power=-0.5) for a in wide], weights)
