@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Literal
 
@@ -24,26 +24,14 @@ from .models.model import Model
 from .models.precision import Precision, networks_compute_in, with_channels_last
 from .options import Options
 from .regularizers.base import Regularizer
-from .run_folder.failed_step import FailedStep
 
 #: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
 _OPTIMIZER = "optimizer/"
 #: by which float16's first loss of a round is multiplied; torch's own 2^16 is too large: first steps would be left out
 _FIRST_LOSS_SCALE = 2.0**10
+#: share of a run over which `warmup_cosine` rises
+_WARMUP = 0.05
 STEP_COSTS = StepCosts()
-
-
-class NonFiniteLoss(UserError):
-    """A step's loss that is NaN or infinite.
-
-    Attributes:
-        failed: the step; None where the server trains, before the first round.
-        terms: the parts of the loss by name, in the last step that was taken.
-    """
-
-    def __init__(self, message: str, failed: FailedStep | None = None, terms: Mapping[str, float] | None = None):
-        super().__init__(message)
-        self.failed, self.terms = failed, terms or {}
 
 
 class TrainingOptions(Options):
@@ -75,8 +63,10 @@ class TrainingOptions(Options):
         "sgd", description="a new one starts in every round, unless the local update keeps it (keep_own)"
     )
     learning_rate: float = Field(0.032, gt=0, description="of the first round")
-    learning_rate_schedule: Literal["constant", "cosine"] = Field(
-        "constant", description="how the learning rate changes over the rounds; cosine ends near 0"
+    learning_rate_schedule: Literal["constant", "cosine", "warmup_cosine"] = Field(
+        "constant",
+        description="how the learning rate changes: cosine falls from round to round, and ends near 0; warmup_cosine "
+        "rises over the first twentieth of the run and then falls to 0, from step to step",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adam and adamw ignore it")
     weight_decay: float = Field(
@@ -103,11 +93,16 @@ class TrainingOptions(Options):
     )
 
 
-def learning_rate(options: TrainingOptions, round_number: int, rounds: int) -> float:
-    """Return the rate of a round, from 1 to `rounds`; `cosine` would reach 0 after the last."""
+def learning_rate(options: TrainingOptions, round_number: int, rounds: int, done: float = 0.0) -> float:
+    """Return the rate in a round, from 1 to `rounds`, of which a share `done` is over; cosines reach 0 at the end."""
     if options.learning_rate_schedule == "constant":
         return options.learning_rate
-    return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / rounds))
+    if options.learning_rate_schedule == "cosine":
+        return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (round_number - 1) / rounds))
+    passed = (round_number - 1 + done) / rounds
+    if passed < _WARMUP:
+        return options.learning_rate * passed / _WARMUP
+    return options.learning_rate * 0.5 * (1.0 + math.cos(math.pi * (passed - _WARMUP) / (1.0 - _WARMUP)))
 
 
 def steps_of_round(options: TrainingOptions, images: int) -> int:
@@ -149,8 +144,8 @@ def train_locally(
     (Micikevicius et al. 2018, Mixed precision training, section 3.2). For this the host waits once a step.
 
     Raises:
-        NonFiniteLoss: the loss is not finite. It is looked at once an epoch, as each look waits for the device; the
-            message names the first step at which it was not.
+        UserError: the loss is not finite. It is looked at once an epoch, as each look waits for the device; the
+            message names the first step at which it was not, and the terms of the last one.
     """
     client, objective = local.client, local.objective
     model, device, share = client.model, client.model.device, own_share()
@@ -171,11 +166,12 @@ def train_locally(
     steps_of_epoch = batches_of_epoch(len(client.images), options.batch_size)
     unchecked: list[Tensor] = []  # losses since the last check
     parts: list[Tensor] = []  # of the last step's loss
-    last_step = min(steps_of_round(options, len(client.images)), most_steps or sys.maxsize)
+    steps_in_round = steps_of_round(options, len(client.images))
+    last_step = min(steps_in_round, most_steps or sys.maxsize)
 
     def require_finite() -> None:
         names = [f"objective {objective.name}", *(f"regularizer {i} {r.name}" for i, r in enumerate(regularizers))]
-        _require_finite(unchecked, steps, local, options, dict(zip(names, parts, strict=False)))
+        _require_finite(unchecked, steps, local, dict(zip(names, parts, strict=False)))
 
     own_rows = map(share.rows, itertools.islice(batches, most_steps))
     with (
@@ -211,6 +207,9 @@ def train_locally(
                 share.average([*gradients, step.loss.detach(), loss.detach()])
             if steps + 1 == last_step:
                 _log_gradient_norm(local, scaler)
+            if options.learning_rate_schedule == "warmup_cosine":  # the middle of a step: no step has the rate 0
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(options, local.number, rounds, (steps + 0.5) / steps_in_round)
             scaler.step(optimizer)
             scaler.update()
             if counter:
@@ -305,26 +304,18 @@ def _log_gradient_norm(local: LocalRound, scaler: torch.amp.GradScaler) -> None:
     local.log("gradient_norm", norm)
 
 
-def _require_finite(
-    losses: list[Tensor], steps: int, local: LocalRound, options: TrainingOptions, parts: dict[str, Tensor]
-) -> None:
-    """Raise a NonFiniteLoss if one of the last losses is not finite.
+def _require_finite(losses: list[Tensor], steps: int, local: LocalRound, parts: dict[str, Tensor]) -> None:
+    """Raise a UserError if one of the last losses is not finite.
 
     `steps` are those of the round so far, and `parts` the parts of the last one's loss by name.
     """
     values = torch.stack(losses).tolist() if losses else []
     for number, value in enumerate(values, start=steps - len(values) + 1):
         if not math.isfinite(value):
-            size, order = options.batch_size, local.generator("order")
-            batches = round_batches(len(local.client.images), size, options.local_epochs, options.local_steps, order)
-            rows = next(itertools.islice(batches, number - 1, None)).tolist()
-            raise NonFiniteLoss(
-                f"client {local.client.index}'s loss became {value} in round {local.number}, step {number}; "
-                "lower training.learning_rate or the regularizers' weights",
-                FailedStep(client=local.client.index, round=local.number, step=number, loss=str(value), rows=rows)
-                if local.number and local.client.index >= 0
-                else None,
-                {name: float(part) for name, part in parts.items()},
+            terms = ", ".join(f"{name} {float(part):.4g}" for name, part in parts.items())
+            raise UserError(
+                f"client {local.client.index}'s loss became {value} in round {local.number}, step {number}; at step "
+                f"{steps} it was the sum of {terms}; lower training.learning_rate or the regularizers' weights"
             )
 
 

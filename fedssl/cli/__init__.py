@@ -20,11 +20,12 @@ from . import across_machines
 from .console import console
 from .doctor import doctor
 from .recipes import cost, partition, presets, privacy, recipes, show, tables
-from .runs import embed, evaluate, export, report, run, run_table
+from .runs import embed, evaluate, export, pretrain, report, run, run_table
 
 app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Train an encoder on images of your own": (pretrain,),
     "What there is": (recipes, show, presets, tables, doctor),
     "Run and look at the results": (partition, cost, privacy, run, run_table, evaluate, report),
     "Use the encoder": (export, embed),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import time
 import webbrowser
 from collections.abc import Collection
 from pathlib import Path
@@ -12,17 +14,34 @@ from rich.table import Table as TextTable
 from typer import Argument, Exit, Option
 
 from ..errors import UserError
-from ..untrusted import own_parts, quoted
+from ..untrusted import quoted
 from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text, trusted
 
 if TYPE_CHECKING:
     from ..export.compiled_formats import FormatName
+    from ..recipe.recipe import Recipe
+
+#: the recipe of `fedssl pretrain`
+_PRETRAINING = "centralised_simclr"
+RunFolder = Annotated[Path | None, Option(help="Folder of the run; runs/NAME-seedN by default.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace the run in the folder if there is one.")]
+Minutes = Annotated[
+    float | None,
+    Option(
+        min=0.1,
+        help="Let the run take about so long: some timed steps decide its number of rounds before it begins.",
+    ),
+]
+EncoderFolder = Annotated[
+    Path | None,
+    Option(metavar="FOLDER", help="Export the encoder into this new folder when the run ends, as `fedssl export`."),
+]
 
 
 def run(
     recipe: OptionalRecipeName = None,
     overrides: Overrides = None,
-    output: Annotated[Path | None, Option(help="Folder of the run; runs/NAME-seedN by default.")] = None,
+    output: RunFolder = None,
     resume: Annotated[
         Path | None,
         Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/methods.md)."),
@@ -31,52 +50,40 @@ def run(
         int | None,
         Option(min=0, help="With --resume: go back to this round, one of the last `checkpoints` of the recipe."),
     ] = None,
-    replay: Annotated[
-        Path | None,
-        Option(metavar="RUN", help="Run the step again at which this run stopped because its loss was not finite."),
-    ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the run in the folder if there is one.")] = False,
+    minutes: Minutes = None,
+    overwrite: Overwrite = False,
     observer: Annotated[
         list[Path] | None,
         Option(
             metavar="FILE", help="Python file with a fedssl.Observer, such as a logger, to call each round; repeatable."
         ),
     ] = None,
-    encoder: Annotated[
-        Path | None,
-        Option(metavar="FOLDER", help="Export the encoder into this new folder when the run ends, as `fedssl export`."),
-    ] = None,
+    encoder: EncoderFolder = None,
     trust: Trust = False,
 ) -> None:
     """Run a recipe, or continue a run (fedssl run --resume RUN), also with more rounds (rounds=N)."""
+    began = time.perf_counter()
     from ..engines import engine_of
     from ..engines.observers import Observers, load_observer
     from ..engines.progress import ProgressBars
+    from ..evaluation.verdict import verdict
     from ..recipe.reading import load_recipe, load_stored_recipe
-    from ..run_folder.creation import default_folder
+    from ..run_folder.creation import default_folder, refuse_existing
     from ..run_folder.directory import RunDirectory
+    from ..run_folder.record import read_run
     from ..run_folder.storage import require_new_folder
 
-    if replay is not None:
-        from ..engines.replay import replay as replay_step
-        from ..recipe.reading import load_recipe
-
-        if recipe or output or resume or overwrite or observer or encoder or from_round is not None:
-            raise UserError("--replay RUN takes no other argument or option but --trust")
-        print_text("\n".join(replay_step(replay, trust)))
-        again = load_recipe(replay / "recipe.yaml", trust=True)  # its code has run by now
-        slower = f"training.learning_rate={again.training.learning_rate / 10:g}"
-        flag = trusted(bool(own_parts(again.model_dump())))
-        print_next("run", replay / "recipe.yaml", slower, "--output", f"{replay}-slower", *flag)
-        return
     if from_round is not None and resume is None:
         raise UserError("--from-round goes back to a round of a run that is there: name it with --resume RUN")
     if encoder is not None:
         require_new_folder(encoder)
     observers = [load_observer(file) for file in observer or ()]
     if resume is not None:
-        if output or overwrite:
-            raise UserError("--resume takes neither --output nor --overwrite: the run continues in its own folder")
+        if output or overwrite or minutes:
+            raise UserError(
+                "--resume takes neither --output nor --overwrite nor --minutes: the run continues in its own folder, "
+                "and its recipe holds its rounds (rounds=N adds more)"
+            )
         path, changes = resume, [*([recipe] if recipe else []), *(overrides or ())]
         loaded = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     else:
@@ -91,6 +98,11 @@ def run(
             "--encoder needs a global model or a single client, but each client of this recipe keeps its own model: "
             f"run it without, then choose one with fedssl export {quoted(path)} FOLDER --client NUMBER"
         )
+    if minutes is not None:
+        if any(override.startswith("rounds=") for override in overrides or ()):
+            raise UserError("--minutes chooses the number of rounds: leave out --minutes or rounds=N")
+        refuse_existing(path, overwrite)
+        loaded = _within(loaded, minutes, began)
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
@@ -104,10 +116,55 @@ def run(
             print_text("\nStopped before the run began; nothing was written.")
         raise Exit(130) from None
     _print_final_evaluation(directory.read_metrics())
+    for sentence in verdict(read_run(path)):
+        print_text(sentence)
     print_text(f"The run is in {path}")
     if encoder is not None:
         _export(path, encoder, None, False, (), trust or resume is None)
-    print_next("report", path)
+        print_next("embed", encoder, _images_of(path), "--output", "features.npz")
+    else:
+        print_next("report", path)
+
+
+def _within(recipe: Recipe, minutes: float, began: float) -> Recipe:
+    """Return the recipe with as many rounds as fit, and print them."""
+    from ..engines.pace import recipe_within
+
+    if recipe.engine != "in-process":
+        raise UserError(f"--minutes is for engine in-process, got engine {recipe.engine}: give rounds=N")
+    timed = recipe_within(recipe, minutes, began)
+    print_text(f"{minutes:g} minutes hold {timed.rounds} rounds on this machine, by steps that were timed.")
+    return timed
+
+
+def pretrain(
+    words: Annotated[
+        list[str],
+        Argument(
+            metavar="IMAGES... [KEY=VALUE...]", help="Folders of images, or one .npz file; then settings to change."
+        ),
+    ],
+    encoder: EncoderFolder = None,
+    minutes: Minutes = None,
+    output: RunFolder = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train an encoder on images of your own, all in one place, without labels.
+
+    It runs the recipe centralised_simclr on them, and prints the `fedssl run` that does the same.
+    """
+    settings = [word for word in words if "=" in word and not Path(word).exists()]
+    first, *more = [word for word in words if word not in settings] or [""]
+    if not first:
+        raise UserError("name a folder of images, such as: fedssl pretrain my_images --encoder encoder")
+    data = [f"data.name={'npz' if first.endswith('.npz') else 'images'}", f"data.path={first}"]
+    if more:
+        data.append(f"data.more_paths={json.dumps(more)}")
+    options = {"--encoder": encoder, "--minutes": minutes, "--output": output}
+    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    same = ["fedssl", "run", _PRETRAINING, *data, *settings, *given, *(["--overwrite"] if overwrite else [])]
+    print_text(f"The same as: {shlex.join(same)}")
+    run(_PRETRAINING, [*data, *settings], output, minutes=minutes, overwrite=overwrite, encoder=encoder)
 
 
 def run_table(
@@ -151,7 +208,7 @@ def run_table(
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise Exit(130) from None
-    print_next("report", *sorted(file.parent for file in path.rglob("recipe.yaml")))
+    print_next("report", next(file.parent for file in sorted(path.rglob("recipe.yaml"))))
 
 
 def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:

@@ -15,6 +15,7 @@ from ..client import Client
 from ..data.digests import DATA_DIGESTS, digests_text
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_downstream, evaluate_model, sample_sentence
+from ..evaluation.verdict import too_short
 from ..federation import Federation
 from ..guard import capped_in, refused_in
 from ..messages import Message
@@ -24,9 +25,8 @@ from ..randomness import deterministic_on, seed_for
 from ..recipe.presets import PAPER
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, MetricRow, RunDirectory
-from ..run_folder.failed_step import write_failed_step
 from ..run_folder.storage import csv_text
-from ..training import NonFiniteLoss, steps_of_round
+from ..training import steps_of_round
 from .observers import Observer, Observers, TensorBoard
 
 #: in the config of the server's state: the last round in which nobody answered, under secure aggregation
@@ -92,11 +92,6 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
             directory.append_timing(number, time.perf_counter() - started)
             directory.commit(number, server, finished=number == recipe.rounds, keep=recipe.checkpoints)
             observers.round_ended(number, rows)
-    except NonFiniteLoss as error:
-        if error.failed is None:
-            raise
-        write_failed_step(directory.path, error.failed)
-        raise UserError(f"{error}. fedssl run --replay RUN tells the step's terms and layers") from error
     finally:
         observers.run_ended(finished=directory.checkpoint.finished)
     return directory
@@ -109,6 +104,11 @@ def _told_before(federation: Federation) -> Iterator[str]:
         if recipe.model.stem == "auto" and not recipe.preset.startswith(PAPER):
             sentence = stem_sentence(architecture, federation.new_model(k).encoder)
             yield from [sentence] if sentence else []
+    images = sum(map(len, federation.client_rows)) if recipe.schedule.trains and recipe.preset != "none" else 0
+    if short := too_short(
+        recipe.model_dump(include={"model", "training", "partition", "clients_per_round", "rounds"}), images
+    ):
+        yield short
     if len(dataset.measured_images):
         yield sample_sentence(dataset, recipe.evaluation.images, seed_for(recipe.seed, "evaluation"))
 

@@ -28,7 +28,6 @@ from ..federation import Federation, build_federation
 from ..messages import Message
 from ..models.data_parallel import Share, join
 from ..recipe.reading import parse_recipe
-from ..training import NonFiniteLoss
 from .rounds import ClientTrainer
 
 
@@ -213,7 +212,7 @@ def _work(pipe: Connection, threads: int, team: Team | None, data: tuple[str, Da
                 result = _result(trainer, task)
                 outcome = "done", result if team is None or team.share.rank == 0 else None
             except UserError as error:  # of a custom part's class the parent may know nothing
-                outcome = "error", error if type(error) is NonFiniteLoss else UserError(str(error))
+                outcome = "error", UserError(str(error))
             except Exception:
                 outcome = "bug", traceback.format_exc()
             pipe.send(outcome)

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Annotated, Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import Tensor
 
@@ -42,6 +43,7 @@ _VIEWED_IMAGES = 1000  # alignment compares two views of so many images
 _IMAGES_PER_VIEWED = 4  # of a sample
 _DRAWS_OF_LABELS = 5
 _VIEWS_AT_A_TIME = 100  # bounds the memory of augmenting large images
+_COMPARED_SIDE = 32  # of raw pixels
 
 
 class EvaluationOptions(Options):
@@ -184,7 +186,7 @@ def evaluate_model(
         seed: decides every random draw.
         linear: whether to train the linear evaluation.
         fine_tune: whether to fine-tune as the options say, which may be not at all; a UserError without labels.
-        augmentation: makes the two views that `alignment` compares; only for images without labels.
+        augmentation: makes the two views that `alignment` and `view_retrieval` compare.
         own_classes: whether the labels are those that the model was trained on. Its own classifier, if it has one, is
             measured on no others.
 
@@ -206,8 +208,8 @@ def evaluate_model(
         viewed = dataset.measured_images
         if dataset is not whole:  # a view costs as much as an image
             viewed = viewed[: max(2, len(viewed) // _IMAGES_PER_VIEWED)]
-        views = _view_features(model, viewed, augmentation, seed)
-        metrics = measured_values(MeasuredImages(features, views=views))
+        views, pixels = _view_features(model, viewed, augmentation, seed)
+        metrics = measured_values(MeasuredImages(features, views=views, view_pixels=pixels))
         if linear and dataset.train_targets is not None and dataset.test_targets is not None:
             train, test = measured_on(model.device, extract_features(encoder, dataset.train_images), features)
             auroc = linear_auroc(train, dataset.train_targets, test, dataset.test_targets, options.linear, seed)
@@ -219,7 +221,11 @@ def evaluate_model(
     train, test_on_device = measured_on(model.device, train, test)
     labelled = (train, dataset.train_labels, test_on_device, dataset.test_labels)
     metrics = {"knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)}
-    metrics |= measured_values(MeasuredImages(test, dataset.test_labels))
+    measured = MeasuredImages(test, dataset.test_labels)
+    if linear and own_classes:  # before and after training
+        views, pixels = _view_features(model, dataset.test_images, augmentation, seed)
+        measured = measured._replace(views=views, view_pixels=pixels)
+    metrics |= measured_values(measured)
     if own_classes and CLASSIFIER in model.online:
         with torch.no_grad():
             predicted = model.online[CLASSIFIER](test.to(model.device)).argmax(dim=1).cpu()
@@ -260,14 +266,24 @@ def _few_label_accuracy(
     return fmean(values)
 
 
-def _view_features(model: Model, images: Images, augmentation: Augmentation, seed: int) -> list[Tensor]:
-    """Return the representations of two views of each of the first images, [v, d] each."""
+def _view_features(
+    model: Model, images: Images, augmentation: Augmentation, seed: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the representations of two views of each of the first images, [v, d] each, and the views' pixels."""
     key = ViewKey(seed_for(seed, "alignment"))
-    pairs = []
+    features, pixels = [], []
     for rows in torch.arange(min(len(images), _VIEWED_IMAGES)).split(_VIEWS_AT_A_TIME):
         views = draw_views(augmentation, images[rows], rows, key, model.device)
-        pairs.append([extract_view_features(model.encoder, view) for view in views])
-    return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
+        features.append([extract_view_features(model.encoder, view) for view in views])
+        pixels.append([_small(view).flatten(1).cpu() for view in views])
+    joined = [[torch.cat(parts) for parts in zip(*pairs, strict=True)] for pairs in (features, pixels)]
+    return joined[0], joined[1]
+
+
+def _small(view: Tensor) -> Tensor:
+    """Return images of at most `_COMPARED_SIDE` pixels a side, as means of their pixels."""
+    height, width = view.shape[2:]
+    return F.adaptive_avg_pool2d(view, (min(height, _COMPARED_SIDE), min(width, _COMPARED_SIDE)))
 
 
 def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int) -> Dataset:

@@ -39,12 +39,14 @@ class MeasuredImages(NamedTuple):
     Attributes:
         features: their representations, float32 [m, d].
         labels: their classes, int64 [m]; None without labels.
-        views: without labels the representations of two views of each of the first images, float32 [v, d] each.
+        views: the representations of two views of each of the first images, float32 [v, d] each; may be empty.
+        view_pixels: the pixels of these views, float32 [v, p] each.
     """
 
     features: Tensor
     labels: Tensor | None = None
     views: Sequence[Tensor] = ()
+    view_pixels: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,21 @@ def uniformity(features: Tensor) -> float:
     return float((-2 * distances.square()).logsumexp(dim=0)) - math.log(len(distances))
 
 
+def view_retrieval(views: Sequence[Tensor]) -> float | None:
+    """Return the percentage of images whose first view is more like their second view than like any other image's.
+
+    `views` are two matrices [v, d], rows of the same image in the same order; likeness is the cosine after centring.
+    Chance is 100 / v, and ties count as missed, so that one point has 0. None without two images.
+    """
+    if not views or len(views[0]) < 2:
+        return None
+    first, second = (F.normalize(view.detach().double() - view.double().mean(dim=0), dim=1) for view in views)
+    similarity = first @ second.T
+    own = similarity.diagonal().clone()
+    similarity.fill_diagonal_(-math.inf)
+    return 100.0 * float((own > similarity.amax(dim=1) + 1e-9).double().mean())
+
+
 def _uniformity_of(images: MeasuredImages) -> float | None:
     features = images.features[:1000]  # each pair is compared
     return uniformity(features) if len(features) > 1 else None
@@ -230,6 +247,24 @@ _ENTRIES = (
         images="unlabelled",
         bounds=(-8.01, 0.01),
         printed=True,
+    ),
+    Metric(
+        "view_retrieval",
+        "views that find their image",
+        "%",
+        measure=lambda images: view_retrieval(images.views),
+        images="all",
+        printed=True,
+    ),
+    Metric(
+        "pixel_view_retrieval",
+        "views that find their image by raw pixels",
+        "%",
+        measure=lambda images: view_retrieval(images.view_pixels),
+        images="all",
+        on_other_data=False,
+        in_tables=False,
+        in_bars=False,
     ),
     Metric("loss", "objective's loss", "", 3, "training"),
     Metric("total_loss", "loss with regularisers", "", 3, "training", in_tables=False),

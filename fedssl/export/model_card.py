@@ -10,6 +10,7 @@ import yaml
 
 from ..data.pixels import is_by_channel
 from ..evaluation.metrics import METRICS, is_measure
+from ..evaluation.verdict import verdict
 from ..run_folder.record import Run, read_run
 from ..templates import fill_template
 from .compiled_formats import FILES, FormatName
@@ -38,6 +39,7 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats
         title=f"{ours['architecture']} by {ours['method']}",
         sentence=" ".join(chosen.recipe.description.split()) or f"the recipe `{ours['method']}`.",
         facts=_facts(chosen, config, run),
+        verdict=" ".join(verdict(run)),
         figures=_figures(run, who),
         means=who == "mean",
         labelled=(run.rounds, who, "knn") in run.values,

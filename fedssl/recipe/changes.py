@@ -98,7 +98,7 @@ def consequences(before: Recipe, after: Recipe, done: int) -> list[str]:
         return rounding
     sentences = []
     options = after.training
-    if options.learning_rate_schedule == "cosine" and after.schedule.trains:
+    if options.learning_rate_schedule != "constant" and after.schedule.trains:
         old, new = (learning_rate(options, done + 1, recipe.rounds) for recipe in (before, after))
         old = old if done < before.rounds else 0.0
         sentences.append(

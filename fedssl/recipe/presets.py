@@ -15,6 +15,7 @@ from pydantic import Field
 
 from ..data.summary import DataSummary, summarise
 from ..errors import UserError
+from ..evaluation.verdict import enough_passes
 from ..options import Options
 from ..parts import part_class
 from ..untrusted import PART_KEYS
@@ -29,6 +30,7 @@ _SHARE_OF_RUN = 0.05  # of the time, for evaluation
 # every fourth image.
 _PASSES_OF_TRAINING, _PASSES_WITHOUT_LABELS = 3, 1.5
 _FEWEST_MEASURED = 100
+_ROUNDS = 40  # where the number of images is not known
 
 
 class PartSettings(Options):
@@ -163,6 +165,7 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     values["preset"] = name
     if not name.startswith(PAPER):
         reasons += _adapt_partition(values, given, data)
+        reasons += _choose_rounds(values, data)
     reasons += _choose_image_size(values, data)
     reasons += _switch_off_colours(values, given, data)
     reasons += _take_public_images(values, preset, data)
@@ -229,12 +232,34 @@ def _get(values: dict[str, Any], section: str, key: str) -> Any:
 
 
 def _adapt_partition(values: dict[str, Any], given: dict[str, Any], data: DataSummary | None) -> list[str]:
-    """Deal equal random shares if the data have no labels to deal by."""
-    if data is None or data.labelled or "name" in (given.get("partition") or {}):
+    """Train on image files in one place unless clients are asked for; deal equal shares of what has no labels."""
+    own = given.get("partition") or {}
+    if data is None or "name" in own or not isinstance(own, dict):
         return []
-    clients = values["partition"]["clients"]
-    values["partition"] = {"name": "iid", "clients": clients} | (given.get("partition") or {})
+    if not own and data.from_files and given.get("architectures") != "several":
+        values["partition"] = {"name": "iid", "clients": 1}
+        return [
+            "partition.clients is 1: images of one place are one client, and nothing is federated. "
+            "partition='{name: iid, clients: 5}' simulates five."
+        ]
+    if data.labelled:
+        return []
+    values["partition"] = {"name": "iid", "clients": values["partition"]["clients"]} | own
     return ["partition.name is iid, as the images have no labels."]
+
+
+def _choose_rounds(values: dict[str, Any], data: DataSummary | None) -> list[str]:
+    """Take as many rounds as a good encoder takes for this many images, where the recipe leaves it open."""
+    training = values.get("training")
+    if "rounds" in values or not isinstance(training, dict):
+        return []
+    images, epochs = 0 if data is None else data.images, training.get("local_epochs")
+    if not images or not isinstance(epochs, int) or epochs < 1 or training.get("local_steps"):
+        values["rounds"] = _ROUNDS
+        return []
+    passes = enough_passes(images)
+    values["rounds"] = -(-passes // epochs)
+    return [f"rounds is {values['rounds']}, so that each of {images:,} images is seen {passes} times."]
 
 
 def _choose_image_size(values: dict[str, Any], summary: DataSummary | None) -> list[str]:

@@ -22,13 +22,13 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from ..data.partitions import checked_shape
 from ..errors import UserError
-from ..evaluation.metrics import LARGEST_FIGURE, format_values, is_accuracy, mean_and_spread, metric_title
+from ..evaluation.metrics import LARGEST_FIGURE, METRICS, format_values, is_accuracy, mean_and_spread, metric_title
 from ..run_folder.storage import write_atomically
 from ..untrusted import plot_text
 
@@ -148,6 +148,8 @@ def draw_curves(
     axes.set_xlabel("round", fontsize=11)
     axes.set_ylabel(plot_text(metric_title(metric)), fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if metric in METRICS and METRICS[metric].unit in ("bytes", "FLOPs"):
+        axes.yaxis.set_major_formatter(EngFormatter())
     name_lines(figure, axes, len(styles))
     return figure
 

@@ -12,12 +12,13 @@ import yaml
 
 from ..errors import UserError
 from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated, metric_title
+from ..evaluation.verdict import verdict
 from ..recipe.overrides import flatten_keys
 from ..run_folder.record import Run, read_run
 from ..run_folder.storage import write_atomically
 from ..untrusted import printable, quoted
 from .collapse import Collapse, collapse_of_run, collapse_section
-from .cost import format_bytes
+from .cost import format_bytes, format_flops
 from .images import ImagePictures, PicturesByMethod, image_pictures_of_run, image_section
 from .page import PageFigure, PageTable, page_figure, render_page
 from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectrum, method_styles
@@ -26,6 +27,7 @@ from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectrum, m
 Methods = Mapping[str, Sequence[Run]]
 Result = TypeVar("Result")
 _TRAFFIC = ("bytes_down", "bytes_up")
+_AMOUNTS = {"bytes": format_bytes, "FLOPs": format_flops}
 _MOST_CURVES = 40
 _MOST_LEFT_OUT = 100  # lines
 _FIRST_CURVES = ("loss", "total_loss", "cka", "knn", "linear", "effective_rank")
@@ -127,7 +129,9 @@ def build_report(
         ],
         results=_results_table(methods, metrics),
         results_chart=_results_chart(methods, metrics),
+        verdicts=[(run.name, sentence) for run in _first_finished(methods) for sentence in verdict(run)],
         curves=_curve_charts(methods),
+        constants=_constants_table(methods),
         spectrum=_spectrum_chart(methods),
         collapse=collapse_section(analyses or {}),
         images=image_section(pictures or {}),
@@ -258,10 +262,38 @@ def _curve_charts(methods: Methods) -> list[PageFigure]:
         repeats_loss = metric == "total_loss" and all(
             run.overall("total_loss") == run.overall("loss") for runs in methods.values() for run in runs
         )
-        if curves and not repeats_loss:
+        constant = all(_constant(runs, metric) is not None for runs in methods.values())
+        if curves and not repeats_loss and not constant:
             figure = draw_curves(metric, curves, styles)
             charts.append(page_figure(figure, f"{metric_title(metric)} by round", _CURVE_NOTES.get(metric, "")))
     return charts
+
+
+def _first_finished(methods: Methods) -> list[Run]:
+    """Return the first finished run of each method that has one."""
+    finished = ([run for run in runs if run.finished] for runs in methods.values())
+    return [runs[0] for runs in finished if runs]
+
+
+def _constant(runs: Sequence[Run], metric: str) -> float | None:
+    """Return bytes or operations that are the same in several rounds of all these runs; None if they are not."""
+    if metric not in METRICS or METRICS[metric].unit not in _AMOUNTS:
+        return None
+    values = [value for run in runs for number, value in run.overall(metric).items() if number]
+    return values[0] if len(values) > 1 and len(set(values)) == 1 else None
+
+
+def _constants_table(methods: Methods) -> PageTable | None:
+    """Return what is the same in every round, such as the memory of a step, as numbers; None if nothing is."""
+    logged = sorted({metric for runs in methods.values() for run in runs for _, _, metric in run.values})
+    metrics = [metric for metric in logged if all(_constant(runs, metric) is not None for runs in methods.values())]
+    if not metrics:
+        return None
+    rows = []
+    for metric in metrics:
+        text = _AMOUNTS[METRICS[metric].unit]
+        rows.append([METRICS[metric].title, *(text(_constant(runs, metric) or 0.0) for runs in methods.values())])
+    return PageTable(["the same in every round", *methods], rows)
 
 
 def _spectrum_chart(methods: Methods) -> PageFigure | None:

@@ -7,7 +7,6 @@
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
     timings.csv                     round,seconds (not in metrics.csv, which is the same on every machine)
     refused.csv                     round,client,reason: answers that were left out, if any
-    failed_step.json                the step at which the loss was not finite, if the run stopped there
     history.csv                     the options that were changed when the run went on, if any
     spectrum.csv                    client,index,value: singular values of the final test representations
     tensorboard/                    the same metrics as TensorBoard events

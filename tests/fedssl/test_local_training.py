@@ -274,6 +274,17 @@ def test_a_constant_rate_and_that_of_what_the_server_trains_before_the_rounds_is
     assert rates == {-1: {RATE}, 1: {RATE}, 2: {RATE}}
 
 
+def test_warmup_cosine_changes_from_step_to_step(tiny, tmp_path, rates):
+    """12 steps, of which the first 0.6 warm up: the middle of each step counts, and the last is not 0."""
+    training = COSINE | {"learning_rate_schedule": "warmup_cosine", "local_steps": 3}
+    run(tiny(**SETTINGS | {"training": training, "partition": {"name": "iid", "clients": 1}}), tmp_path / "run")
+    middles = [(step + 0.5) / 12 for step in range(12)]
+    expected = [RATE * (t / 0.05 if t < 0.05 else (1 + math.cos(math.pi * (t - 0.05) / 0.95)) / 2) for t in middles]
+    assert expected[0] < expected[1] > expected[2]
+    for number in (1, 2, 3, 4):
+        assert sorted(rates[number]) == pytest.approx(sorted(expected[3 * number - 3 : 3 * number]), rel=1e-12)
+
+
 # What a round begins with and what it gives away: its target, its previous model, its answer
 
 BYOL_OF_EIGHT = {"name": "byol", "hidden_features": 16, "output_features": 8}

@@ -51,7 +51,9 @@ def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):  
     page = write_report([run]).read_text()
     assert "the images have no class each, so no accuracy can be measured" in page
     assert "kNN accuracy" not in page
-    assert evaluate_run(run).read_text().splitlines()[0] == "client,effective_rank,alignment,uniformity"
+    assert evaluate_run(run).read_text().splitlines()[0] == (
+        "client,effective_rank,alignment,uniformity,view_retrieval,pixel_view_retrieval"
+    )
     with pytest.raises(UserError, match="semi-supervised evaluation needs labels"):
         evaluate_run(run, [0.1])
 

@@ -49,7 +49,7 @@ def recipe_of(noisy):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_diverging_client_gives_the_error_of_one_process(way, recipe_of, tmp_path):
     told = []
-    refusal = r"client 0's loss became .* in round 1, step \d+; lower training.learning_rate"
+    refusal = r"client 0's loss became .* in round 1, step \d+; .* lower training.learning_rate"
     for name in (None, way):
         with pytest.raises(UserError, match=refusal) as error:
             run(recipe_of(name, objective="supervised", training={"learning_rate": 1e30}), tmp_path / str(name))

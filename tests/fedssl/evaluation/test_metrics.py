@@ -198,7 +198,7 @@ def test_images_without_labels_have_other_measures():
     features, labels = normal(20, 4), torch.arange(20) % 2
     assert list(measured_values(MeasuredImages(features, labels))) == ["effective_rank"]
     without = measured_values(MeasuredImages(features, views=[features, features + 0.1]))
-    assert list(without) == ["effective_rank", "alignment", "uniformity"]
+    assert list(without) == ["effective_rank", "alignment", "uniformity", "view_retrieval"]
     one = features[:1]
     assert list(measured_values(MeasuredImages(one, views=[one, one]))) == ["effective_rank", "alignment"]
 

@@ -78,9 +78,20 @@ def test_batches_fit_the_smallest_data_and_images_without_labels_are_dealt_in_eq
     assert (recipe.training.batch_size, recipe.partition.name, recipe.partition.min_samples) == (8, "dirichlet", 8)
     assert load_recipe("fedbyol", [*own, "training.batch_size=16"]).training.batch_size == 16
     many = load_recipe("fedbyol", images(tmp_path / "many.npz", 3000, (28, 28)))
-    assert many.training.batch_size == 64
+    assert many.training.batch_size == 128
     unlabelled = images(tmp_path / "own.npz", 100, (28, 28), labelled=False)
     assert load_recipe("fedbyol", unlabelled).partition.name == "iid"
+
+
+def test_the_fewer_the_images_the_more_often_each_is_seen(tmp_path):
+    passes = {}
+    for count in (100, 12_000, 100_000):
+        summary = images(tmp_path / f"{count}.npz", count, (4, 4))
+        recipe = load_recipe("fedsimclr", summary)
+        passes[count] = recipe.rounds * recipe.training.local_epochs
+    assert passes == {100: 402, 12_000: 102, 100_000: 30}  # whole rounds of three passes
+    assert load_recipe("fedsimclr", [*summary, "training.local_epochs=1"]).rounds == 30
+    assert load_recipe("fedsimclr", [*summary, "rounds=7"]).rounds == 7
 
 
 def test_what_the_recipe_or_an_override_says_goes_first(tmp_path):
@@ -115,7 +126,7 @@ def test_none_takes_the_defaults_and_an_unknown_preset_or_data_that_are_not_ther
     with pytest.raises(UserError, match=r"no file or folder .*name one with preset=NAME"):
         load_recipe("fedbyol", ["data={name: npz, path: /nowhere.npz}"])
     elsewhere = ["data={name: npz, path: /nowhere.npz}", "preset=natural"]
-    assert load_recipe("fedbyol", elsewhere).training.batch_size == 64
+    assert load_recipe("fedbyol", elsewhere).training.batch_size == 128
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -171,13 +182,18 @@ def test_image_files_are_brought_to_one_size_by_their_headers(tmp_path, sizes, m
     assert recipe.data.image_size == side
 
 
-def test_a_flat_folder_without_labels_is_dealt_in_equal_shares(tmp_path):
+def test_a_folder_is_one_client_unless_clients_are_asked_for(tmp_path):
     for i in range(60):
         picture(tmp_path / f"{i}.png", (48, 48))
     (tmp_path / "notes.txt").write_text("no image")
     recipe = load_recipe("fedbyol", [f"data={{name: images, path: {tmp_path}}}"])
     assert summarise({"name": "images", "path": str(tmp_path)}) == DataSummary(60, 3, 48, False, True)
-    assert (recipe.preset, recipe.data.image_size, recipe.partition.name) == ("small_colour", 48, "iid")
+    assert (recipe.preset, recipe.data.image_size, recipe.partition.clients) == ("small_colour", 48, 1)
+    told = fill_in("fedbyol", [f"data={{name: images, path: {tmp_path}}}"], False).reasons
+    assert any("are one client, and nothing is federated" in reason for reason in told)
+    asked = load_recipe("fedbyol", [f"data={{name: images, path: {tmp_path}}}", "partition.clients=3"]).partition
+    assert (asked.name, asked.clients) == ("iid", 3)
+    assert load_recipe("local_only", [f"data={{name: images, path: {tmp_path}}}"]).partition.clients == 5
     labelled = summarise({"name": "images", "path": str(tmp_path), "labels": "folders"})
     assert labelled == DataSummary(48, 3, 48, True, True)
 

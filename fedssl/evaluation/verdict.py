@@ -1,0 +1,72 @@
+"""Whether a run's encoder has learned, as far as images without labels tell; nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..run_folder.record import Run
+
+# How long training from scratch takes: in images seen, within bounds of passes.
+_IMAGES_SEEN, _FEWEST_PASSES, _MOST_PASSES = 1_200_000, 30, 400
+_SHORT = 0.2  # of these passes
+# Two standard errors of a percentage over 1,000 images are at most this.
+_MARGIN = 3.2
+_FEW_DIRECTIONS = 0.5  # of the effective rank before
+
+
+def enough_passes(images: int) -> int:
+    """Return how often training from scratch should see each of so many images; more of them gains little."""
+    return max(_FEWEST_PASSES, min(_MOST_PASSES, round(_IMAGES_SEEN / max(1, images))))
+
+
+def too_short(recipe: Mapping[str, Any], images: int) -> str | None:
+    """Return a sentence if a recipe sees each of so many training images too rarely to learn much, else None."""
+    model = recipe.get("model")
+    if not images or (isinstance(model, dict) and model.get("weights")):
+        return None
+    training, clients = recipe["training"], recipe["partition"]["clients"]
+    share = (recipe.get("clients_per_round") or clients) / clients
+    passes = training["local_epochs"]
+    if training.get("local_steps"):
+        passes = training["local_steps"] * training["batch_size"] * clients / images
+    passes, enough = passes * share * recipe["rounds"], enough_passes(images)
+    if passes >= _SHORT * enough:
+        return None
+    return (
+        f"this run is short: it sees each of {images:,} images {passes:.3g} times, and {enough} times are worth taking "
+        "from scratch: expect little of its encoder (more rounds, or --minutes)"
+    )
+
+
+def verdict(run: Run) -> list[str]:
+    """Return sentences that say whether a finished run's encoder has learned; empty where nothing was measured.
+
+    The figure is `view_retrieval`: of the images' random views, how many are more like another view of the same image
+    than like any other image. The encoder must be ahead of what it was before training and of the raw pixels.
+    """
+    after = run.evaluated("view_retrieval", "after")
+    if after is None or not run.finished:
+        return []
+    found = f"{after:.1f} % of random views find their own image"
+    before, pixels = (run.evaluated(name, "before") for name in ("view_retrieval", "pixel_view_retrieval"))
+    others = {"the encoder before training": before, "raw pixels": pixels}
+    compared = ", ".join(f"by {name} {value:.1f} %" for name, value in others.items() if value is not None)
+    ahead_of = [name for name, value in others.items() if value is not None and after > value + _MARGIN]
+    behind = [name for name, value in others.items() if value is not None and name not in ahead_of]
+    sentences = [f"{found} ({compared})." if compared else f"{found}."]
+    if behind:
+        sentences.append(
+            f"This encoder has NOT learned: it is no better than {' and '.join(behind)}. Train it longer (--minutes), "
+            "at a lower training.learning_rate, or on more images."
+        )
+    elif ahead_of:
+        sentences.append(f"So it has learned: it is ahead of {' and of '.join(ahead_of)}.")
+    ranks = [run.evaluated("effective_rank", when) for when in ("before", "after")]
+    if ranks[0] and ranks[1] and ranks[1] < _FEW_DIRECTIONS * ranks[0]:
+        sentences.append(
+            f"Its representations have collapsed: their effective rank fell from {ranks[0]:.1f} to {ranks[1]:.1f}. "
+            "Take objective simclr, a lower training.learning_rate, or larger batches."
+        )
+    return sentences
