@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from ..recipe.recipe import Recipe
-from ..run_folder.directory import MetricRow, RunDirectory
+from ..run_folder.directory import MetricRow
 from ..untrusted import printable
 from .observers import Observer
 from .rounds import evaluation_due
-from .time_left import TimeLeft, format_duration, past_seconds
+from .time_left import TimeLeft, format_duration
 
 
 class ProgressBars(Observer):
@@ -41,26 +41,25 @@ class ProgressBars(Observer):
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
         self.total = recipe.rounds
         evaluated = [number for number in range(recipe.rounds + 1) if evaluation_due(recipe, number)]
-        self._time_left.start(first_round, recipe.rounds, evaluated, past_seconds(RunDirectory.open(path)))
+        self._evaluated = evaluated
+        self._time_left.start(first_round, recipe.rounds, evaluated)
         self._update_speed()
         self.bars.update(self.rounds, total=recipe.rounds, completed=max(0, first_round - 1))
 
     def training_began(self, number: int, images: Sequence[int]) -> None:
-        self._time_left.training(number, images)
+        self._time_left.training(images)
         self._update_speed()
 
     def client_began(self, number: int, client: int, done: int, clients: int) -> None:
-        self._time_left.clients_done(done)
-        self._update_speed()
         self.bars.update(self.clients, total=clients, completed=done, status=f"client {client}")
 
     def evaluation_began(self, number: int) -> None:
-        self._time_left.evaluating(number)
+        self._time_left.evaluating()
         self._update_speed()
         self.note(f"evaluating after round {number}")
 
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
-        self._time_left.round_done()
+        self._time_left.round_done(number in self._evaluated)
         self._update_speed()
         means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
         status = "  ".join(f"{name} {means[name]:.4g}" for name in ("loss", "cka", "knn", "epsilon") if name in means)
