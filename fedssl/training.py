@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -67,6 +67,13 @@ class TrainingOptions(Options):
         "constant",
         description="how the learning rate changes: cosine falls from round to round, and ends near 0; warmup_cosine "
         "rises over the first twentieth of the run and then falls to 0, from step to step",
+    )
+    encoder_rate: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="the encoder's learning rate as a share of the heads', for good starting weights; below "
+        "1 it also stays as it is while warmup_cosine rises, in which the new heads learn to fit it",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adam and adamw ignore it")
     weight_decay: float = Field(
@@ -154,9 +161,10 @@ def train_locally(
         keep_freed_memory()
     step_kind = _kind_of_step(local, options, regularizers)
     cost = STEP_COSTS.find(step_kind)
-    optimizer = _new_optimizer(model, options, learning_rate(options, local.number, rounds))
+    optimizer = _new_optimizer(model, options)
     if keep_optimizer:
         _continue_optimizer(optimizer, model, client.memory)
+    _set_rates(optimizer, options, local.number, rounds)
     scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_LOSS_SCALE, enabled=options.precision == "float16")
     order = local.generator("order")
     if device.type == "cuda":
@@ -208,8 +216,7 @@ def train_locally(
             if steps + 1 == last_step:
                 _log_gradient_norm(local, scaler)
             if options.learning_rate_schedule == "warmup_cosine":  # the middle of a step: no step has the rate 0
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(options, local.number, rounds, (steps + 0.5) / steps_in_round)
+                _set_rates(optimizer, options, local.number, rounds, (steps + 0.5) / steps_in_round)
             scaler.step(optimizer)
             scaler.update()
             if counter:
@@ -259,15 +266,32 @@ def _views(
         yield rows, tuple(with_channels_last(view) for view in views)
 
 
-def _new_optimizer(model: Model, options: TrainingOptions, rate: float) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    decay = options.weight_decay
+def _new_optimizer(model: Model, options: TrainingOptions) -> torch.optim.Optimizer:
+    parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    if options.encoder_rate != 1.0:
+        encoder = set(model.encoder.parameters())
+        chosen = [[p for p in parameters if (p in encoder) == of_encoder] for of_encoder in (True, False)]
+        parameters = [
+            {"params": chosen[0], "share": options.encoder_rate},
+            *([{"params": chosen[1]}] if chosen[1] else []),
+        ]
+    rate, decay = options.learning_rate, options.weight_decay
     if options.optimizer == "sgd":
         # one pass over the weights in place of four
         how = {"fused": True} if model.device.type == "cpu" else {"foreach": True}
         return torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=decay, **how)
     adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
     return adam(parameters, lr=rate, weight_decay=decay, foreach=True)
+
+
+def _set_rates(
+    optimizer: torch.optim.Optimizer, options: TrainingOptions, round_number: int, rounds: int, done: float = 0.0
+) -> None:
+    rate = learning_rate(options, round_number, rounds, done)
+    heads_alone = options.learning_rate_schedule == "warmup_cosine" and (round_number - 1 + done) / rounds < _WARMUP
+    for group in optimizer.param_groups:
+        share = group.get("share")
+        group["lr"] = rate if share is None else 0.0 if heads_alone else share * rate
 
 
 def _kind_of_step(local: LocalRound, options: TrainingOptions, regularizers: Sequence[Regularizer]) -> Hashable:

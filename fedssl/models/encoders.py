@@ -5,6 +5,7 @@ They are small ones defined here, sized for a few CPU cores, or any of `timm`, a
 | name | parameters | multiply-adds, 8x8x1 | multiply-adds, 32x32x3 | features |
 |---|---|---|---|---|
 | `small_convnet` | 240,608 | 1.0 M | 3.2 M | 128 |
+| `small_convnet_512` | 683,744 | 2.7 M | 4.9 M | 512 |
 | `small_convnet_wide` | 540,624 | 2.2 M | 7.0 M | 192 |
 | `small_resnet10` | 307,248 | 1.0 M | 16.2 M | 128 |
 | `small_resnet10_wide` | 690,120 | 2.2 M | 36.1 M | 192 |
@@ -30,7 +31,11 @@ from ..errors import UserError
 # picture before the first block: on small images that costs about 10 points of accuracy.
 SMALL_IMAGE = 64
 # name -> (widths of the four blocks)
-_CONVNETS = {"small_convnet": (32, 64, 128, 128), "small_convnet_wide": (48, 96, 192, 192)}
+_CONVNETS = {
+    "small_convnet": (32, 64, 128, 128),
+    "small_convnet_wide": (48, 96, 192, 192),
+    "small_convnet_512": (32, 64, 128, 512),
+}
 # name -> (residual blocks per stage, widths of the four stages)
 _RESNETS = {
     "small_resnet10": ((1, 1, 1, 1), (16, 32, 64, 128)),

@@ -30,6 +30,7 @@ _SHARE_OF_RUN = 0.05  # of the time, for evaluation
 # every fourth image.
 _PASSES_OF_TRAINING, _PASSES_WITHOUT_LABELS = 3, 1.5
 _FEWEST_MEASURED = 100
+_ENCODER_RATE = 0.05  # of an encoder that starts from weights
 _ROUNDS = 40  # where the number of images is not known
 
 
@@ -165,6 +166,7 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     values["preset"] = name
     if not name.startswith(PAPER):
         reasons += _adapt_partition(values, given, data)
+        reasons += _continue_gently(values)
         reasons += _choose_rounds(values, data)
     reasons += _choose_image_size(values, data)
     reasons += _switch_off_colours(values, given, data)
@@ -246,6 +248,18 @@ def _adapt_partition(values: dict[str, Any], given: dict[str, Any], data: DataSu
         return []
     values["partition"] = {"name": "iid", "clients": values["partition"]["clients"]} | own
     return ["partition.name is iid, as the images have no labels."]
+
+
+def _continue_gently(values: dict[str, Any]) -> list[str]:
+    """Train an encoder that starts from weights slowly, with their batch statistics, after its new heads."""
+    if not _get(values, "model", "weights") or not isinstance(values.get("training"), dict):
+        return []
+    values["model"].setdefault("batch_statistics", "kept")
+    values["training"].setdefault("encoder_rate", _ENCODER_RATE)
+    return [
+        f"training.encoder_rate is {values['training']['encoder_rate']} and model.batch_statistics "
+        f"{values['model']['batch_statistics']}, as the encoder starts from weights."
+    ]
 
 
 def _choose_rounds(values: dict[str, Any], data: DataSummary | None) -> list[str]:

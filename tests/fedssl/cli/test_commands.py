@@ -8,11 +8,14 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from fedssl.engines.in_process import run
 from fedssl.errors import installed_distribution
@@ -443,3 +446,46 @@ def test_ones_own_run_needs_no_flag_to_continue_as_long_as_its_part_is_unchanged
     one_line(code, err)
     for told in ("evil.py", "was changed since the run began", "--trust"):
         assert told in err
+
+
+def test_pretrain_is_the_run_that_it_names_and_says_whether_it_learned(fedssl, tmp_path):
+    random = np.random.default_rng(0)
+    for folder in ("here", "there=here"):
+        (tmp_path / folder).mkdir()
+        for number in range(20):
+            Image.fromarray(random.integers(0, 256, (16, 16), np.uint8)).save(tmp_path / folder / f"{number}.png")
+    short = ["training.batch_size=8", "rounds=2", "training.local_epochs=1"]
+    code, out, err = fedssl("pretrain", "here", "there=here", *short, "--encoder", "encoder", "--output", "run")
+    assert code == 0, err
+    command = shlex.split(re.search(r"The same as: fedssl (.*)", out)[1])
+    assert re.search(r"% of random views find their own image .*by raw pixels", out)
+    assert "NOT learned" in out  # noise
+    assert "this run is short: it sees each of 40 images 2 times" in out
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert (recipe["partition"]["clients"], recipe["data"]["more_paths"]) == (1, ["there=here"])
+    assert (
+        fedssl(*[word.replace("encoder", "again") if word == "encoder" else word for word in command], "--overwrite")[0]
+        == 0
+    )
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "encoder" / "model.safetensors"
+    ).read_bytes()
+    for words, message in (
+        (["training.batch_size=8"], "name a folder of images"),
+        (["here", "rounds=2", "--minutes", "1"], "--minutes chooses the number of rounds"),
+        (["nowhere"], "data.path: there is no file or folder nowhere"),
+    ):
+        code, _, err = fedssl("pretrain", *words, "--output", "other")
+        one_line(code, err)
+        assert message in err
+    assert not (tmp_path / "other").exists()
+
+
+def test_minutes_are_stored_as_rounds_and_not_taken_with_a_run_that_goes_on(fedssl, tiny_file, tmp_path):
+    code, out, err = fedssl("run", "tiny.yaml", "--minutes", "0.15", "--output", "run")
+    assert code == 0, err
+    rounds = int(re.search(r"0\.15 minutes hold (\d+) rounds", out)[1])
+    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["rounds"] == rounds
+    code, _, err = fedssl("run", "--resume", "run", "--minutes", "1")
+    one_line(code, err)
+    assert "nor --minutes" in err

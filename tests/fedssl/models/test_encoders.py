@@ -13,7 +13,15 @@ from fedssl.models import encoders
 from fedssl.models.encoders import build_encoder, encoder_names, has_small_image_stem
 from fedssl.models.view_threads import sharing_problem
 
-SMALL = ["small_convnet", "small_convnet_wide", "small_resnet10", "small_resnet10_wide", "small_resnet18", "small_vit"]
+SMALL = [
+    "small_convnet",
+    "small_convnet_512",
+    "small_convnet_wide",
+    "small_resnet10",
+    "small_resnet10_wide",
+    "small_resnet18",
+    "small_vit",
+]
 
 
 def documented_rows():

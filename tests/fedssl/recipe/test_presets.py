@@ -78,7 +78,7 @@ def test_batches_fit_the_smallest_data_and_images_without_labels_are_dealt_in_eq
     assert (recipe.training.batch_size, recipe.partition.name, recipe.partition.min_samples) == (8, "dirichlet", 8)
     assert load_recipe("fedbyol", [*own, "training.batch_size=16"]).training.batch_size == 16
     many = load_recipe("fedbyol", images(tmp_path / "many.npz", 3000, (28, 28)))
-    assert many.training.batch_size == 128
+    assert many.training.batch_size == 64
     unlabelled = images(tmp_path / "own.npz", 100, (28, 28), labelled=False)
     assert load_recipe("fedbyol", unlabelled).partition.name == "iid"
 
