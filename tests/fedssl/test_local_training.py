@@ -285,6 +285,36 @@ def test_warmup_cosine_changes_from_step_to_step(tiny, tmp_path, rates):
         assert sorted(rates[number]) == pytest.approx(sorted(expected[3 * number - 3 : 3 * number]), rel=1e-12)
 
 
+def test_an_encoder_that_starts_from_weights_waits_for_its_heads_and_then_trains_slowly(tiny, monkeypatch):
+    """The encoder's weights stay bit for bit as they were through the warm-up; its rate is a share of the heads'."""
+    training = COSINE | {"learning_rate_schedule": "warmup_cosine", "local_steps": 3, "encoder_rate": 0.25}
+    recipe = tiny(**SETTINGS | {"training": training, "partition": {"name": "iid", "clients": 1}, "rounds": 10})
+    seen: list[tuple[list[float], dict[str, Tensor]]] = []
+    federation = build_federation(recipe)
+    model = federation.new_model(0)
+    monkeypatch.setattr(type(federation), "new_model", lambda *_: model)
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append(([float(group["lr"]) for group in optimizer.param_groups], copied(dict(model.named_parameters()))))
+
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        train_rounds(federation, rounds=10)
+    finally:
+        handle.remove()
+    warm = [step for step, ((encoder, _), _) in enumerate(seen) if encoder == 0.0]
+    assert warm == [0]  # the middle of the second of 30 steps is where the warm-up ends
+    assert all(encoder == pytest.approx(0.25 * heads) for (encoder, heads), _ in seen[1:])
+    before, moved = seen[0][1], seen[1][1]
+    in_encoder = [name for name in before if name.startswith("encoder.")]
+    assert in_encoder
+    assert all(torch.equal(before[name], moved[name]) for name in in_encoder)
+    assert not any(
+        torch.equal(before[name], moved[name]) for name in before if name.endswith("weight") and name not in in_encoder
+    )
+    assert not all(torch.equal(before[name], seen[-1][1][name]) for name in in_encoder)
+
+
 # What a round begins with and what it gives away: its target, its previous model, its answer
 
 BYOL_OF_EIGHT = {"name": "byol", "hidden_features": 16, "output_features": 8}
