@@ -18,10 +18,12 @@ from .accounting import StepCost, StepCosts, StepCounter, structure
 from .client import LocalRound
 from .data.batches import Prefetch, batches_of_epoch, device_batches, round_batches
 from .errors import UserError
+from .evaluation.metrics import effective_rank
 from .messages import Message
 from .models.data_parallel import own_share
 from .models.model import Model
 from .models.precision import Precision, networks_compute_in, with_channels_last
+from .objectives.base import Step
 from .options import Options
 from .regularizers.base import Regularizer
 
@@ -30,6 +32,8 @@ _OPTIMIZER = "optimizer/"
 #: by which float16's first loss of a round is multiplied; torch's own 2^16 is too large: first steps would be left out
 _FIRST_LOSS_SCALE = 2.0**10
 #: share of a run over which `warmup_cosine` rises
+_COLLAPSED = 0.25  # of the highest effective rank of a batch that began a round
+_HIGHEST_RANK = "highest rank"  # in a client's memory
 _WARMUP = 0.05
 STEP_COSTS = StepCosts()
 
@@ -74,6 +78,11 @@ class TrainingOptions(Options):
         le=1,
         description="the encoder's learning rate as a share of the heads', for good starting weights; below "
         "1 it also stays as it is while warmup_cosine rises, in which the new heads learn to fit it",
+    )
+    stop_at_collapse: bool = Field(
+        False,
+        description="whether a run ends when the effective rank of a client's batch has fallen below a quarter of the "
+        "highest that it had at the begin of a round",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adam and adamw ignore it")
     weight_decay: float = Field(
@@ -215,6 +224,8 @@ def train_locally(
                 share.average([*gradients, step.loss.detach(), loss.detach()])
             if steps + 1 == last_step:
                 _log_gradient_norm(local, scaler)
+            if options.stop_at_collapse and share.whole and steps in (0, last_step - 1):
+                _require_spread(step, local, begins=steps == 0)
             if options.learning_rate_schedule == "warmup_cosine":  # the middle of a step: no step has the rate 0
                 _set_rates(optimizer, options, local.number, rounds, (steps + 0.5) / steps_in_round)
             scaler.step(optimizer)
@@ -326,6 +337,20 @@ def _log_gradient_norm(local: LocalRound, scaler: torch.amp.GradScaler) -> None:
         if not norm.isfinite():  # the step is left out
             return
     local.log("gradient_norm", norm)
+
+
+def _require_spread(step: Step, local: LocalRound, begins: bool) -> None:
+    """Raise a UserError if a batch's representations have far fewer directions than those that began a round."""
+    numbers, rank = local.client.memory.numbers, effective_rank(step.representations[0])
+    highest = max(rank, numbers.get(_HIGHEST_RANK, 0.0))
+    if begins:
+        numbers[_HIGHEST_RANK] = highest
+    elif rank < _COLLAPSED * highest:
+        raise UserError(
+            f"client {local.client.index} in round {local.number}: the representations collapse: the effective rank of "
+            f"a batch fell from {highest:.1f} to {rank:.1f} while the loss is {step.loss.item():.4g}; lower "
+            "training.learning_rate, or take objective simclr (training.stop_at_collapse=false goes on)"
+        )
 
 
 def _require_finite(losses: list[Tensor], steps: int, local: LocalRound, parts: dict[str, Tensor]) -> None:

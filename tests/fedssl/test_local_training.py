@@ -306,13 +306,32 @@ def test_an_encoder_that_starts_from_weights_waits_for_its_heads_and_then_trains
     assert warm == [0]  # the middle of the second of 30 steps is where the warm-up ends
     assert all(encoder == pytest.approx(0.25 * heads) for (encoder, heads), _ in seen[1:])
     before, moved = seen[0][1], seen[1][1]
-    in_encoder = [name for name in before if name.startswith("encoder.")]
+    of_encoder = set(model.encoder.parameters())
+    in_encoder = [name for name, parameter in model.named_parameters() if parameter in of_encoder]
     assert in_encoder
     assert all(torch.equal(before[name], moved[name]) for name in in_encoder)
     assert not any(
         torch.equal(before[name], moved[name]) for name in before if name.endswith("weight") and name not in in_encoder
     )
     assert not all(torch.equal(before[name], seen[-1][1][name]) for name in in_encoder)
+
+
+@pytest.mark.parametrize("local_epochs", [4, 12], ids=["over rounds", "within a round"])
+def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny):
+    """SimSiam without its stop-gradient collapses; with it, the same steps go on."""
+    objective = {"name": "simsiam", "output_features": 16, "bottleneck_features": 8, "stop_gradient": False}
+    training = {"local_epochs": local_epochs, "batch_size": 16, "learning_rate": 0.5, "stop_at_collapse": True}
+    changes = SETTINGS | {"objective": objective, "training": training, "partition": {"name": "iid", "clients": 1}}
+    changes["rounds"] = 20
+    expected = r"client 0 in round \d+: the representations collapse: the effective rank of a batch fell from \d"
+    with pytest.raises(UserError, match=expected):
+        train_rounds(build_federation(tiny(**changes)), rounds=20)
+    train_rounds(build_federation(tiny(**changes | {"training": training | {"stop_at_collapse": False}})), rounds=4)
+    healthy = changes | {
+        "objective": objective | {"stop_gradient": True},
+        "training": training | {"learning_rate": 0.05},
+    }
+    train_rounds(build_federation(tiny(**healthy)), rounds=12)
 
 
 # What a round begins with and what it gives away: its target, its previous model, its answer
