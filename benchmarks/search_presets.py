@@ -4,9 +4,10 @@
 
 A trial draws optimiser, rate, weight decay, batch, head, views and the objective's own options from `RANGES` by its
 number, trains without labels on training images alone, and is measured on other training images; test images are never
-read. It also writes what can be measured without labels, before and after, so that `correlations` can tell which of
-these follows accuracy. Each finished trial is a line of OUTPUT/trials.csv; the same command goes on with those that are
-missing. FOLDER has the .npz files of `SETS`.
+read. It also writes what can be measured without labels, so that `correlations` can tell which of these follows
+accuracy: what a run measures before and after (`view_retrieval` with the trial's own views), and three figures of the
+trained encoder with views that are the same in all trials. Each finished trial is a line of OUTPUT/trials.csv; the same
+command goes on with those that are missing. FOLDER has the .npz files of `SETS`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ OWN_RANGES: dict[str, dict[str, Sequence[Any]]] = {
     "dino": {"half_life": _HALF_LIVES, "teacher_temperature": [0.04, 0.06]},
 }
 #: measured without labels
-UNLABELLED = ("view_retrieval", "effective_rank", "alignment", "uniformity", "loss")
+UNLABELLED = ("view_retrieval", "effective_rank", "loss")
+#: measured without labels after training, with the views of `measured_without_labels`
+OF_ENCODER = ("equal_view_retrieval", "rankme", "lidar")
+_IMAGES, _VIEWS = 1000, 10  # LiDAR takes ten views of each of 1,000 images
 
 
 def trial(objective: str, number: int) -> dict[str, Any]:
@@ -110,6 +114,7 @@ def run_trial(file: Path, of_set: str, objective: str, number: int, network: str
         data = [f"data={{name: npz, path: {file}}}", f"architectures=[{network}]", f"objective.name={objective}"]
         recipe = fedssl.load_recipe("centralised_simclr", [*data, *settings])
         run = fedssl.run(recipe, folder / "run")
+        line |= measured_without_labels(folder / "run", file)
         for name in ("knn", "linear", *UNLABELLED, "pixel_view_retrieval"):
             for when, at in (("before", 0), ("after", run.rounds)):
                 value = run.overall(name).get(at)
@@ -122,27 +127,76 @@ def run_trial(file: Path, of_set: str, objective: str, number: int, network: str
     return line
 
 
+def measured_without_labels(run: Path, file: Path) -> dict[str, str]:
+    """Return view retrieval, RankMe and LiDAR of a run's encoder, over views that are the same for all trials.
+
+    RankMe is Garrido et al. 2023, equation 1: the effective rank, without centring. LiDAR is Thilak et al. 2024,
+    equations 1 to 4, with each image as a class of ten views and delta 1e-4: the effective rank of
+    Sw^(-1/2) Sb Sw^(-1/2), Sb and Sw the covariances between and within the images.
+    """
+    import torch
+
+    from fedkernels import ViewKey
+    from fedssl.augmentations.base import draw_views
+    from fedssl.augmentations.random_views import RandomViews
+    from fedssl.evaluation.features import extract_view_features
+    from fedssl.evaluation.metrics import view_retrieval
+    from fedssl.export.trained_encoder import encoder_of_run
+
+    network = encoder_of_run(run, 0).encoder.network
+    with np.load(file) as arrays:
+        pixels = torch.from_numpy(arrays["x_test"][:_IMAGES])
+    images = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
+    in_colour = {"saturation": 0.4, "hue": 0.1, "grayscale": 0.2} if images.shape[1] == 3 else {}
+    views = RandomViews(flip=0.5, crop_scale=(0.2, 1.0), brightness=0.4, contrast=0.4, **in_colour)
+    rows, drawn = torch.arange(len(images)), []
+    for number in range(_VIEWS // 2):
+        pair = draw_views(views, images, rows, ViewKey(number), torch.device("cpu"))
+        drawn += [extract_view_features(network, view).double() for view in pair]
+    features = torch.stack(drawn, dim=1)  # [images, views, d]
+
+    def rank(values: torch.Tensor) -> float:
+        share = values / values.sum() + 1e-7
+        return float((-share * share.log()).sum().exp())
+
+    means = features.mean(dim=1)
+    within = (features - means[:, None]).flatten(0, 1)
+    centred = means - means.mean(dim=0)
+    size = features.shape[2]
+    of_within = within.T @ within / (len(within) - len(means)) + 1e-4 * torch.eye(size, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(of_within)
+    whitened = centred @ (vectors * values.rsqrt()) @ vectors.T
+    measured = {
+        "equal_view_retrieval": view_retrieval(drawn[:2]) or 0.0,
+        "rankme": rank(torch.linalg.svdvals(drawn[0])),
+        "lidar": rank(torch.linalg.svdvals(whitened).square()),
+    }
+    return {name: f"{value:.4g}" for name, value in measured.items()}
+
+
 def columns() -> list[str]:
     """Return the columns of trials.csv."""
     own = dict.fromkeys(f"objective.{key}" for ranges in OWN_RANGES.values() for key in ranges)
     measured = ("knn", "linear", *UNLABELLED, "pixel_view_retrieval")
     figures = [f"{name}_{when}" for name in measured for when in ("before", "after")]
-    return ["set", "objective", "trial", "network", "seen", *RANGES, *own, *figures, "problem"]
+    return ["set", "objective", "trial", "network", "seen", *RANGES, *own, *figures, *OF_ENCODER, "problem"]
 
 
 def correlations(lines: Sequence[Mapping[str, str]]) -> str:
     """Return Spearman's rank correlation of each figure without labels with accuracy, by set, over all trials."""
     rows = ["| set | trials | figure | with kNN | with linear |", "|---|---:|---|---:|---:|"]
     for name in dict.fromkeys(line["set"] for line in lines):
-        chosen = [line for line in lines if line["set"] == name and line["view_retrieval_after"]]
-        for figure in UNLABELLED:
-            values = [float(line[f"{figure}_after"] or "nan") for line in chosen]
-            with_accuracy = [
-                spearmanr(values, [float(line[f"{accuracy}_after"]) for line in chosen], nan_policy="omit").statistic
-                for accuracy in ("knn", "linear")
-            ]
-            cells = " | ".join(f"{value:.2f}" for value in with_accuracy)
-            rows.append(f"| {name} | {len(chosen)} | {figure} | {cells} |")
+        for figure in (*UNLABELLED, "view_retrieval beside pixels", *OF_ENCODER):
+            values, accuracies = [], []
+            for line in lines:
+                value = line.get(figure) or line.get(f"{figure}_after")
+                if figure.endswith("pixels") and line["view_retrieval_after"]:
+                    value = str(float(line["view_retrieval_after"]) / float(line["pixel_view_retrieval_after"]))
+                if line["set"] == name and value:
+                    values.append(float(value))
+                    accuracies.append([float(line[f"{accuracy}_after"]) for accuracy in ("knn", "linear")])
+            cells = [f"{spearmanr(values, each).statistic:.2f}" for each in zip(*accuracies, strict=True)]
+            rows.append(f"| {name} | {len(values)} | {figure} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

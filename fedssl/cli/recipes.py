@@ -117,13 +117,18 @@ def partition(
     from ..recipe.reading import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), trust=trust)
+    if chart is not None:
+        from ..reports.plots import draw_partition, figure_kind, write_figure
+
+        figure_kind(chart)
+        folder = loaded.data.path
+        if loaded.data.name in ("images", "folder") and folder and chart.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"--chart: {chart} would be one of the images in {folder}; name a file elsewhere")
     dataset = load_dataset(loaded.data, loaded.seed)
     rows = deal(dataset, loaded.partition, loaded.seed)
     counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))
     print_text(format_partition(counts, dataset.counted_as))
     if chart is not None:
-        from ..reports.plots import draw_partition, write_figure
-
         write_figure(chart, draw_partition(counts, dataset.counted_as))
         print_text(f"The chart is in {chart}")
     print_next("run", recipe, *(overrides or ()), *trusted(trust))
@@ -148,8 +153,10 @@ def cost(
     from ..federation import build_federation
     from ..recipe.reading import load_recipe
     from ..reports.cost import costs_as_csv, estimate, format_costs
-    from ..run_folder.storage import write_atomically
+    from ..run_folder.storage import make_folder, require_file_name, write_atomically
 
+    if rounds is not None:
+        require_file_name(rounds)
     costs = estimate(build_federation(load_recipe(recipe, overrides or (), trust=trust)), newcomers)
     console.print(format_costs(costs), highlight=False)
     print_text(
@@ -158,6 +165,7 @@ def cost(
         "of a stage is the mean over its clients' rounds."
     )
     if rounds is not None:
+        make_folder(rounds.absolute().parent)
         write_atomically(rounds, costs_as_csv(costs).encode())
         print_text(f"The figures of every round are in {rounds}")
     print_next("run", recipe, *(overrides or ()), *trusted(trust))

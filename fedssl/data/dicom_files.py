@@ -14,13 +14,17 @@ from numpy.typing import NDArray
 
 from ..errors import UserError, install_command
 from ..untrusted import printable
+from .codestreams import read_codestream
+from .files import first_line
 from .image_kinds import BrokenImageError, ImageKind, require_size
-from .pixels import Window, apply_window, windows_of
+from .pixels import Window, apply_window
 
 _GROUPS = ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence")
 _BLOCK = 2**20  # bytes
 _MOST_UNPACKED = 2**29  # bytes of a deflated file: three times the largest image of 16 bits that is read
 _WHOLE_TABLE = 65536  # entries, which a lookup table writes as 0
+_NEEDED = ("Columns", "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated")
+_JPEG_LS = ("1.2.840.10008.1.2.4.80", "1.2.840.10008.1.2.4.81")
 
 
 def dicom_kind(file: Path) -> ImageKind:
@@ -50,11 +54,11 @@ def dicom_pixels(file: Path, window: Window | None) -> NDArray[np.uint8]:
         if window == "per_image":
             inside = _inside(stored, values)
             window = float(inside.min()), float(inside.max())
-        elif window == "file" and kind.deep != "no":
+        elif window == "file" and kind.deep:
             raise BrokenImageError("it names no window of its own; set data.window=[LOW,HIGH]")
         elif window is None or window == "file":
             window = "full"
-        shown = apply_window(values[None], windows_of(window, 1)[0], kind.type_range)[0]
+        shown = apply_window(values[None], window, kind.type_range)[0]
     return 255 - shown if kind.inverted else shown
 
 
@@ -67,12 +71,18 @@ def dicom_values(file: Path) -> NDArray[np.float64]:
 def _read(file: Path, **options: Any) -> Any:
     try:
         from pydicom import dcmread
+        from pydicom.errors import InvalidDicomError
     except ImportError as error:
         raise UserError(
             f"{printable(file)} is a DICOM file, which needs pydicom: {install_command('dicom')}"
         ) from error
-    _require_bounded(file)
-    return dcmread(file, **options)
+    try:
+        _require_bounded(file)
+        return dcmread(file, **options)
+    except InvalidDicomError as error:
+        raise BrokenImageError(
+            "no DICOM file: the letters DICM are missing after its first 128 bytes; export it as DICOM part 10"
+        ) from error
 
 
 def _require_bounded(file: Path) -> None:
@@ -96,6 +106,9 @@ def _kind(stored: Any) -> ImageKind:
         kind = stored.get("SOPClassUID") or stored.file_meta.get("MediaStorageSOPClassUID")
         what = printable(kind.name) if kind else "of no class, or cut"
         raise BrokenImageError(f"a DICOM object without pixels: {what}")
+    missing = [name for name in _NEEDED if stored.get(name) in (None, "")]
+    if missing or "TransferSyntaxUID" not in stored.file_meta:
+        raise BrokenImageError(f"its element {', '.join(missing) or 'TransferSyntaxUID'} is missing; export it again")
     require_size(int(stored.Columns), int(stored.Rows))
     interpretation = str(stored.PhotometricInterpretation)
     bits = stored.get("BitsStored")  # missing where the pixels are floats
@@ -103,12 +116,12 @@ def _kind(stored: Any) -> ImageKind:
     gray = one_sample and interpretation != "PALETTE COLOR"
     if not one_sample and (bits is None or bits > 8):
         raise BrokenImageError(f"colours of {bits or stored.BitsAllocated} bits, which are not read")
-    signed = bool(stored.get("PixelRepresentation"))
+    signed = _is_signed(stored)
     has_unit = bool(stored.get("ModalityLUTSequence")) or _rescale(stored) != (1.0, 0.0)
     return ImageKind(
         (int(stored.Columns), int(stored.Rows)),
         1 if gray else 3,
-        "gray" if gray and (bits is None or bits > 8 or signed or has_unit) else "no",
+        gray and (bits is None or bits > 8 or signed or has_unit),
         None if bits is None or not gray else _type_range(stored, int(bits), signed),
         int(stored.get("NumberOfFrames") or 1),
         gray and _own_view(stored) is not None,
@@ -135,18 +148,18 @@ def _places(stored: Any, macro: str) -> list[Any]:
 
 def _rescale(stored: Any) -> tuple[float, float]:
     for place in _places(stored, "PixelValueTransformationSequence"):
-        slope, intercept = place.get("RescaleSlope"), place.get("RescaleIntercept")
+        slope, intercept = _number(place, "RescaleSlope"), _number(place, "RescaleIntercept")
         if slope is not None or intercept is not None:
             if slope == 0:
                 raise BrokenImageError("a rescale slope of 0, which makes all pixels equal")
-            return 1.0 if slope is None else float(slope), 0.0 if intercept is None else float(intercept)
+            return 1.0 if slope is None else slope, intercept or 0.0
     return 1.0, 0.0
 
 
 def _own_view(stored: Any) -> Any:
     """Return the first window (function, centre and width), or else the first lookup table, or None: C.11.2.1.1."""
     for place in _places(stored, "FrameVOILUTSequence"):
-        centre, width = (_first_number(place.get(name)) for name in ("WindowCenter", "WindowWidth"))
+        centre, width = (_number(place, name) for name in ("WindowCenter", "WindowWidth"))
         function = str(place.get("VOILUTFunction") or "LINEAR")
         if centre is not None and width is not None and (width >= 1 if function == "LINEAR" else width > 0):
             return function, centre, width
@@ -155,8 +168,15 @@ def _own_view(stored: Any) -> Any:
     return None
 
 
-def _first_number(values: Any) -> float | None:
-    return None if values is None else float(np.atleast_1d(np.asarray(values, dtype=float))[0])
+def _number(place: Any, name: str) -> float | None:
+    """Return the first number of an element, or None where there is none."""
+    try:
+        values = place.get(name)
+        return None if values is None else float(np.atleast_1d(np.asarray(values, dtype=float))[0])
+    except (ValueError, TypeError, OverflowError, IndexError) as error:
+        raise BrokenImageError(
+            f"its element {name} is no number ({first_line(error)}); write it with a point, such as 0.5"
+        ) from error
 
 
 def _decoder(stored: Any, file: Path) -> Any:
@@ -171,6 +191,8 @@ def _decoder(stored: Any, file: Path) -> Any:
     able, command = decoder.is_available, install_command("dicom")
     if syntax == JPEGExtended12Bit and stored.get("BitsStored") != 8:  # more than Pillow and GDCM read
         able, command = "pylibjpeg" in decoder.available_plugins, "pip install pylibjpeg pylibjpeg-libjpeg"
+    if syntax in _JPEG_LS and stored.get("BitsStored") in (6, 7):  # which GDCM does not read
+        able = able and decoder.available_plugins != ("gdcm",)
     if not able:
         raise UserError(f"{printable(file)} is compressed as {syntax.name}, which needs a decoder: {command}")
     return decoder
@@ -183,7 +205,9 @@ def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
     decoder, syntax = _decoder(stored, file), stored.file_meta.TransferSyntaxUID
     options: dict[str, Any] = {}
     unused = 0
-    if stored.get("BitsStored") is not None and (syntax == RLELossless or not syntax.is_encapsulated):
+    if syntax.is_encapsulated and syntax != RLELossless:
+        options = _of_codestream(stored)
+    elif stored.get("BitsStored") is not None:
         unused = max(0, int(stored.get("HighBit") or 0) + 1 - int(stored.BitsStored))
         options["bits_stored"] = int(stored.BitsStored) + unused  # pydicom drops the bits above these
     try:
@@ -191,23 +215,62 @@ def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
     except RuntimeError as error:
         lines = str(error).splitlines()
         reason = printable("; ".join(line.strip() for line in lines[1:] or lines)[:300])  # a line for each decoder
-        more = f"; {install_command('dicom')} adds decoders" if decoder.missing_dependencies else ""
+        missing = ", ".join(name.replace(" - ", ", which ") for name in decoder.missing_dependencies)
+        more = f"; not installed: {missing}" if missing else ""
         raise BrokenImageError(f"it cannot be decoded ({reason}){more}") from error
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
         raise BrokenImageError("pixels that are NaN or infinite")
     return pixels >> unused if unused else pixels, str(properties["photometric_interpretation"])
 
 
+def _of_codestream(stored: Any) -> dict[str, Any]:
+    """Return what the compressed first image says in place of the header, whose elements mean nothing there.
+
+    A header that has another size is refused before anything is decoded: the data may be of any size.
+    """
+    from pydicom.encaps import get_frame
+
+    options: dict[str, Any] = {}
+    if int(stored.SamplesPerPixel) > 1:
+        options["planar_configuration"] = 0  # PS3.5, 8.2.1: the order of colours is that of the compressed data
+    found = read_codestream(get_frame(stored.PixelData, 0, number_of_frames=int(stored.get("NumberOfFrames") or 1)))
+    if found is None:
+        return options
+    size, said = (found.width, found.height), (int(stored.Columns), int(stored.Rows))
+    samples, allocated = int(stored.SamplesPerPixel), int(stored.BitsAllocated)
+    if size != said or found.samples != samples or found.bits > allocated:
+        raise BrokenImageError(
+            f"its header says {said[0]} x {said[1]} pixels with {samples} x {allocated} bits, its compressed data "
+            f"{size[0]} x {size[1]} with {found.samples} x {found.bits}; export it again"
+        )
+    if found.transformed:
+        options["photometric_interpretation"] = "RGB"
+    if not stored.get("PixelRepresentation"):
+        options["bits_stored"] = max(
+            int(stored.get("BitsStored") or 0), found.bits
+        )  # or else the bits above the header's would be dropped
+    return options
+
+
 def _with_unit(stored: Any, pixels: NDArray[Any]) -> NDArray[np.float64]:
     table = stored.get("ModalityLUTSequence")
     if table:
-        return _looked_up(pixels, table[0].LUTDescriptor, table[0].LUTData, stored).astype(np.float64)
+        return _looked_up(pixels, table[0].LUTDescriptor, table[0].LUTData, stored, _is_signed(stored)).astype(
+            np.float64
+        )
     slope, intercept = _rescale(stored)
     return pixels.astype(np.float64) * slope + intercept
 
 
-def _looked_up(values: NDArray[Any], descriptor: Any, data: Any, stored: Any) -> NDArray[np.int64]:
-    """Replace values by a table's entries, those beyond its ends by its first or last, as in C.11.1.1.1."""
+def _is_signed(stored: Any) -> bool:
+    return bool(stored.get("PixelRepresentation"))
+
+
+def _looked_up(values: NDArray[Any], descriptor: Any, data: Any, stored: Any, signed: bool) -> NDArray[np.int64]:
+    """Replace values by a table's entries, those beyond its ends by its first or last, as in C.11.1.1.1.
+
+    `signed` says whether values of this kind may be negative, as then the first one may be written as an unsigned one.
+    """
     count, first, _ = map(int, descriptor)
     count = count or _WHOLE_TABLE
     if isinstance(data, bytes):
@@ -216,26 +279,36 @@ def _looked_up(values: NDArray[Any], descriptor: Any, data: Any, stored: Any) ->
     entries = np.atleast_1d(np.asarray(data)).astype(np.int64)[:count]
     if len(entries) < count:
         raise BrokenImageError(f"a lookup table of {len(entries)} entries, whose descriptor announces {count}")
-    if first >= _WHOLE_TABLE // 2 and values.min() < 0:
-        first -= _WHOLE_TABLE  # a negative number that was written as an unsigned one
+    if first >= _WHOLE_TABLE // 2 and signed:
+        first -= _WHOLE_TABLE
     return entries[np.clip(np.rint(values).astype(np.int64) - first, 0, count - 1)]
 
 
 def _inside(stored: Any, values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the values [k] without the padding around the image (C.7.5.1.1.2); all where there is nothing else."""
-    padding = stored.get("PixelPaddingValue")
-    if padding is not None:
-        limits = np.array([padding, stored.get("PixelPaddingRangeLimit", padding)])
-        low, high = sorted(_with_unit(stored, limits))
+    for kind in ("", "Float", "DoubleFloat"):
+        limits = [stored.get(f"{kind}PixelPadding{end}") for end in ("Value", "RangeLimit")]
+        if limits[0] is None:
+            continue
+        ends = [limit if kind else _as_stored(stored, limit) for limit in limits if limit is not None]
+        low, high = np.sort(_with_unit(stored, np.array(ends)))[[0, -1]]
         inside = values[(values < low) | (values > high)]
         values = inside if inside.size else values
     return values.reshape(-1)
 
 
+def _as_stored(stored: Any, value: Any) -> int:
+    """Return a number of the header as the pixels would have it: it may be written without their sign (US for SS)."""
+    bits = int(stored.BitsStored)
+    value = int(value) % 2**bits
+    return value - 2**bits if _is_signed(stored) and value >= 2 ** (bits - 1) else value
+
+
 def _through(view: Any, values: NDArray[np.float64], stored: Any) -> NDArray[np.uint8]:
     """Show values through the file's own window (C.11.2.1.2 and C.11.2.1.3) or lookup table (C.11.2.1.1)."""
     if not isinstance(view, tuple):
-        entries = _looked_up(values, view.LUTDescriptor, view.LUTData, stored)
+        signed = _type_range(stored, int(stored.get("BitsStored") or 0), _is_signed(stored))[0] < 0
+        entries = _looked_up(values, view.LUTDescriptor, view.LUTData, stored, signed)
         return apply_window(entries[None], (0.0, 2.0 ** int(view.LUTDescriptor[2]) - 1))[0]
     function, centre, width = view
     if function == "SIGMOID":  # 1 / (1 + exp(-4 (x - centre) / width)), which cannot overflow in this form
@@ -254,7 +327,9 @@ def _colours(stored: Any, pixels: NDArray[Any], interpretation: str) -> NDArray[
             descriptor, data = (stored.get(f"{colour}PaletteColorLookupTable{part}") for part in ("Descriptor", "Data"))
             if descriptor is None or data is None:
                 raise BrokenImageError("colours by a palette that is missing or in segments, which is not read")
-            channels.append(_looked_up(pixels, descriptor, data, stored) >> (int(descriptor[2]) - 8))
+            channels.append(
+                _looked_up(pixels, descriptor, data, stored, _is_signed(stored)) >> (int(descriptor[2]) - 8)
+            )
         return np.stack(channels, 2).astype(np.uint8)
     if interpretation != "RGB":  # what pydicom converts to RGB is called so by now
         raise BrokenImageError(f"colours as {printable(interpretation)}, which are not read")

@@ -25,6 +25,21 @@ ARRAY_SUFFIX = ".npy"
 # What programs put beside images: macOS's archives, Synology's thumbnails, Windows's.
 _NAMES_OF_PROGRAMS = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")
 
+# Folders that hold the results of runs: those of loggers, and what lies together in a run, a table or an encoder.
+_NAMES_OF_LOGGERS = ("mlruns", "mlartifacts", "wandb")
+_RESULTS = (
+    ("recipe.yaml", "metrics.csv"),
+    ("recipe.yaml", "checkpoints"),
+    ("table.yaml", "table.html"),
+    ("config.json", "model.safetensors"),
+)
+
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing"), "test"),
+    **dict.fromkeys(("val", "valid", "validation"), "val"),
+}
+
 _LOGGER = logging.getLogger("fedssl.data")
 
 
@@ -40,9 +55,9 @@ def listed(names: Sequence[str], most: int = 10) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, at most 160 characters; its type where the message is empty."""
+    """Return the first line of an error's message, at most 300 characters; its type where the message is empty."""
     lines = str(error).splitlines()
-    return printable(lines[0][:160]) if lines else type(error).__name__
+    return printable(lines[0][:300]) if lines else type(error).__name__
 
 
 def composed(text: str) -> str:
@@ -94,7 +109,8 @@ def is_dicom(file: Path) -> bool:
 def list_files(folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]]:
     """List the files in a folder and the folders in it, without hidden ones; links are followed, also to folders.
 
-    Only regular files count: opening a pipe would wait for ever. A folder that links lead to twice is listed once.
+    Only regular files count: opening a pipe would wait for ever. A folder that links lead to twice is listed once. A
+    folder of results, such as a run's with its pictures, is no data: it counts as one of the others.
 
     Args:
         folder: the folder, which may be a link itself.
@@ -112,6 +128,7 @@ def list_files(folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]
         raise UserError(f"{printable(error.filename)} cannot be read: {error.strerror or error}") from error
 
     files: list[tuple[str, str]] = []
+    results: list[Path] = []
     visited: set[str] = set()
     for inner, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         real = os.path.realpath(inner)
@@ -119,12 +136,14 @@ def list_files(folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not _is_ignored(name))
+        found = sorted(name for name in folders if not _is_ignored(name))
+        folders[:] = [name for name in found if not _holds_results(Path(inner, name))]
+        results += [Path(inner, name) for name in found if name not in folders]
         if not (follow_links or Path(real).is_relative_to(root)):
             raise _leads_out(inner, real, folder)
         files += [(inner, name) for name in names if not _is_ignored(name)]
     images: list[Path] = []
-    others: list[Path] = []
+    others = results
     for inner, name in sorted(files):
         file = Path(inner, name)
         is_image = file.is_file() and (name.lower().endswith(IMAGE_SUFFIXES) or is_dicom(file))
@@ -149,19 +168,48 @@ def _leads_out(link: str, target: str, folder: Path) -> UserError:
 def subfolders(folder: Path) -> list[Path]:
     """Return the folders in a folder, sorted by name, without hidden ones and those of programs."""
     try:
-        return sorted(entry for entry in folder.iterdir() if not _is_ignored(entry.name) and entry.is_dir())
+        with os.scandir(folder) as entries:
+            return sorted(Path(entry) for entry in entries if not _is_ignored(entry.name) and entry.is_dir())
     except OSError as error:
         raise UserError(f"{printable(folder)} cannot be read: {error.strerror or error}") from error
 
 
+def split_folders(folder: Path) -> list[Path]:
+    """Return the folders of the training and the test images in a folder, or the one that is there, or none.
+
+    They are named in any usual way, such as Train/ and testing/. Where there is no test/, val/ stands for it.
+    """
+    found: dict[str, Path] = {}
+    for inner in subfolders(folder):
+        split = _SPLITS.get(inner.name.lower())
+        if split in found:
+            raise UserError(
+                f"{printable(folder)} holds {printable(found[split].name)}/ and {printable(inner.name)}/, which both "
+                f"mean its {split} images; put them into one folder, or rename one"
+            )
+        if split is not None:
+            found[split] = inner
+    return [found[split] for split in ("train", "test" if "test" in found else "val") if split in found]
+
+
 def notify_of_left_out(others: list[Path], root: Path, expected: str = "") -> None:
     """Name the first files that are left out of `root`, and their number; `expected` is where an image must be."""
+    results = [os.path.relpath(file, root) for file in others if file.is_dir()]
+    if results:
+        notify(f"results of runs are left out of {printable(root)}: {listed(results, most=5)}")
+    others = [file for file in others if not file.is_dir()]
     if others:
         names = [os.path.relpath(file, root) for file in others]
         kinds = ", ".join(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
         what = "1 file is" if len(others) == 1 else f"{len(others):,} files are"
         where = f", and each must be {expected}" if expected else ""
         notify(f"{what} left out of {printable(root)}: {listed(names, most=5)}; images end with {kinds}{where}")
+
+
+def _holds_results(folder: Path) -> bool:
+    return folder.name in _NAMES_OF_LOGGERS or any(
+        all((folder / name).exists() for name in names) for names in _RESULTS
+    )
 
 
 def _is_ignored(name: str) -> bool:

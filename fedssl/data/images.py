@@ -13,7 +13,20 @@ import torch
 
 from ..errors import UserError
 from ..untrusted import printable
-from .files import composed, expanded, first_line, kind_of, list_files, listed, notify, notify_of_left_out, subfolders
+from .files import (
+    ARRAY_SUFFIX,
+    IMAGE_SUFFIXES,
+    composed,
+    expanded,
+    first_line,
+    kind_of,
+    list_files,
+    listed,
+    notify,
+    notify_of_left_out,
+    split_folders,
+    subfolders,
+)
 from .options import DataOptions
 from .splits import LabelledImages, Splits
 from .stored_images import decode_images, images_of_rows, measured_window, report_broken
@@ -105,7 +118,8 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     by_folder = options.name == "folder" or options.labels == "folders"
     folders = _split_folders(root, options)
     images, left_out = list_files(root, options.follow_links)
-    if table_path is not None:
+    if table is not None and table_path is not None:
+        table = _by_files_names(table, [_name_below(root, path) for path in images], table_path, root)
         left_out = [file for file in left_out if not (os.path.exists(file) and os.path.samefile(file, table_path))]
     splits: list[list[_ImageFile]] = [[] for _ in folders]
 
@@ -138,7 +152,7 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     if by_folder:
         for folder, files in zip(folders, splits, strict=True):
             files.sort(key=lambda file: file.label or "")  # a stable sort: a class's files keep their order
-            _require_no_empty_class(folder, {file.label for file in files})
+            _require_no_empty_class(folder, {file.label for file in files}, left_out)
     if table is not None:
         present = {_name_below(root, file.path) for files in splits for file in files}
         if len(present) < sum(map(len, splits)):
@@ -197,6 +211,49 @@ def _read_table(path: Path, root: Path, file_column: str, label_column: str | No
     return table
 
 
+def _by_files_names(
+    table: dict[str, dict[str, str]], files: list[str], path: Path, root: Path
+) -> dict[str, dict[str, str]]:
+    """Return the table by the files' own names, also where its names lack or differ in folders, ending or zeros.
+
+    Where some of its names are those of files, only the ending and leading zeros may differ in the others.
+    """
+    exact = table.keys() & set(files)
+    if not files or len(exact) == len(table):
+        return table
+    taken_for: dict[str, str] = {}
+    taken: set[str] = set()
+    depths = [0] if exact else [0, *range(max(file.count("/") for file in files) + 1, 0, -1)]
+    for depth in depths:
+        named, present = (_by_like_name([n for n in names if n not in taken_for], depth) for names in (table, files))
+        for key in named.keys() & present.keys():
+            if len(named[key]) == len(present[key]) == 1 and present[key][0] not in taken:
+                taken_for[named[key][0]] = present[key][0]
+                taken.add(present[key][0])
+    if not exact and not taken_for:
+        raise UserError(
+            f"{printable(path)}: the names in it are not the files' names: it has {printable(next(iter(table)))} and "
+            f"{printable(root)} has {printable(files[0])}; correct the names or data.file_column"
+        )
+    changed = [pair for pair in taken_for.items() if pair[0] != pair[1]]
+    if changed:
+        notify(
+            f"{len(changed)} of the table's {len(table)} names are not the files' names, and are taken for those that "
+            f"alone are like them: {printable(changed[0][0])} for {printable(changed[0][1])}"
+        )
+    return {taken_for.get(name, name): row for name, row in table.items()}
+
+
+def _by_like_name(names: Sequence[str], depth: int) -> dict[tuple[str, ...], list[str]]:
+    """Return names by their last `depth` parts (0: all), without an image's ending, leading zeros and capitals."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        stem, suffix = os.path.splitext(name.replace("\\", "/").lower())
+        parts = (stem if suffix in (*IMAGE_SUFFIXES, ARRAY_SUFFIX) else stem + suffix).split("/")
+        found.setdefault((*parts[:-1], parts[-1].lstrip("0"))[-depth:], []).append(name)
+    return found
+
+
 def _delimiter(text: str, file_column: str) -> str:
     """Return what separates the columns in the first line, where one is `file_column`; a comma if none does."""
     first = next((line for line in text.splitlines() if line.strip()), "")
@@ -233,19 +290,32 @@ def _name_in_table(root: Path, name: str) -> str:
 
 
 def _split_folders(root: Path, options: DataOptions) -> list[Path]:
-    """Return the folders train/ and test/ if both exist, and else the folder itself."""
-    folders = [root / "train", root / "test"]
-    missing = [folder for folder in folders if kind_of(folder) != "folder"]
-    if missing and options.name == "folder":
+    """Return the folders train/ and test/ if both exist, see `split_folders`, and else the folder itself."""
+    folders = split_folders(root)
+    if len(folders) == 2:
+        if folders[1].name != "test":
+            notify(f"the test images are those in {printable(folders[1])}")
+        return folders
+    if options.name == "folder":
         raise UserError(
-            f"there is no folder {printable(missing[0])}; data.path must hold train/CLASS/ and test/CLASS/, or set "
+            f"{printable(root)} lacks train/ or test/; data.path must hold train/CLASS/ and test/CLASS/, or set "
             "data.name=images for any other folder of images"
         )
-    return [root] if missing else folders
+    if folders and options.labels == "folders":
+        raise UserError(
+            f"{printable(folders[0])} has the name of a split, but there is no second one beside it such as train/ or "
+            "test/: set data.path to that folder itself, or rename it if it is a class"
+        )
+    return [root]
 
 
-def _require_no_empty_class(folder: Path, labels: set[str | None]) -> None:
-    empty = [inner.name for inner in subfolders(folder) if composed(inner.name) not in labels]
+def _require_no_empty_class(folder: Path, labels: set[str | None], left_out: Sequence[Path]) -> None:
+    results = [path for path in left_out if path.is_dir()]
+    empty = [
+        inner.name
+        for inner in subfolders(folder)
+        if composed(inner.name) not in labels and not any(path.is_relative_to(inner) for path in results)
+    ]
     if empty or not labels:
         what = f"; without an image: {listed(empty)}" if empty else ""
         raise UserError(f"{printable(folder)} needs one folder of images a class, none of them empty{what}")

@@ -21,16 +21,19 @@ Window = Limits | tuple[Limits, ...] | Literal["full", "per_image", "file", "per
 _NARROWEST = 1e-200  # a window of one value is a step from 0 to 255 above it, and its quotients stay finite
 _VALUES_AT_A_TIME = 2**22
 _RESIZED_AT_A_TIME = 1024
+_OVERSHOOT = 0.1  # above 1, which resizing by cubic functions leaves in floats of [0, 1]
+_NEARLY_CONSTANT = 2  # of 255, between the darkest and the brightest pixel of a data set
 
 
 def apply_window(
-    images: NDArray[Any], window: Window, type_range: tuple[float, float] | None = None
+    images: NDArray[Any], window: Window, type_range: Limits | None = None, axis: int | None = None
 ) -> NDArray[np.uint8]:
     """Scale finite pixels [n, ...] of any number type to 0..255; those outside the window become 0 or 255.
 
-    The window is one for all channels, see `apply_windows`. With `per_image` an image of one value becomes 0. `full` is
-    from the smallest to the largest value of the stored type, `type_range`, by default of the array's; floats without
-    it raise ValueError.
+    Channels lie along `axis`, 1 or later; without it there is one. A single window holds for every channel. `per_image`
+    is each channel's own range, but of one or three channels, which are colours, the image's; one value becomes 0.
+    `full` is from the smallest to the largest value of the stored type, `type_range`, by default of the array's. Floats
+    without it, and the wrong number of windows, raise ValueError.
     """
     if window in ("file", "percentiles"):
         raise ValueError("these pixels have no window of their own; set data.window=[LOW,HIGH]")
@@ -38,35 +41,20 @@ def apply_window(
         if type_range is None and images.dtype.kind not in "iu":
             raise ValueError("these pixels have no full range, as they are floats; set data.window=[LOW,HIGH]")
         window = type_range or (float(np.iinfo(images.dtype).min), float(np.iinfo(images.dtype).max))
+    channels = 1 if axis is None else images.shape[axis]
+    along = [channels if number == axis else 1 for number in range(images.ndim)]
+    axes = tuple(number for number in range(1, images.ndim) if number != axis or channels in (1, 3))
+    limits: Any = None if window == "per_image" else np.array(windows_of(window, channels))
     scaled = np.empty(images.shape, np.uint8)
     step = max(1, _VALUES_AT_A_TIME // max(1, images[:1].size))  # in parts, as float64 takes eight times the memory
     for start in range(0, len(images), step):
         part = images[start : start + step].astype(np.float64)
-        axes = tuple(range(1, part.ndim))
-        limits: Any = (
-            (part.min(axes, keepdims=True), part.max(axes, keepdims=True)) if window == "per_image" else window
-        )
-        low, high = limits
+        if limits is None:
+            low, high = part.min(axes, keepdims=True), part.max(axes, keepdims=True)
+        else:
+            low, high = limits[:, 0].reshape(along), limits[:, 1].reshape(along)
         width = np.maximum(high - low, _NARROWEST)
         scaled[start : start + step] = np.rint(np.clip((part - low) / width, 0.0, 1.0) * 255.0)
-    return scaled
-
-
-def apply_windows(
-    images: NDArray[Any], window: Window, axis: int, type_range: Limits | None = None
-) -> NDArray[np.uint8]:
-    """Return `apply_window` of each channel with its own window; the channels [n, ...] lie along `axis`, 1 or later.
-
-    A single window holds for every channel; `per_image` is then each channel's own range, but of one or three channels,
-    which are colours, the image's. The wrong number of windows raises ValueError.
-    """
-    if images.shape[axis] in (1, 3) and not is_by_channel(window):
-        return apply_window(images, window, type_range)
-    windows = windows_of(window, images.shape[axis])
-    scaled = np.empty(images.shape, np.uint8)
-    for channel, one in enumerate(windows):
-        at: Any = (*[slice(None)] * axis, channel)
-        scaled[at] = apply_window(images[at], one, type_range)
     return scaled
 
 
@@ -141,8 +129,7 @@ def to_uint8(
     """
     for name, array in arrays.items():
         require_pixels(name, array, window)
-    brightest = max((float(array.max()) for array in arrays.values() if array.dtype.kind == "f"), default=0.0)
-    float_scale = 255.0 if brightest <= 1.0 else 1.0
+    float_scale = 1.0 if window is not None else _scale_of_floats(arrays)
     converted = {}
     for name, array in arrays.items():
         if array.dtype == np.uint8:
@@ -150,12 +137,43 @@ def to_uint8(
         elif window is not None and is_deep(array):
             converted[name] = _windowed(name, array, window, channels)
         elif array.dtype.kind == "f":
-            converted[name] = np.rint(array.astype(np.float32) * float_scale).astype(np.uint8)
+            scaled = np.minimum(array.astype(np.float32) * np.float32(float_scale), np.float32(255))
+            converted[name] = np.rint(scaled).astype(np.uint8)
         else:
             converted[name] = array.astype(np.uint8) * np.uint8(255 if array.dtype.kind == "b" else 1)
-        if array.dtype.kind != "f" and converted[name].max() == 1:
-            notify(f"{name} has no pixel above 1 of 255, so that all is black: save pixels of 0 and 1 as type bool")
+        notify_of_constant(name, int(converted[name].min()), int(converted[name].max()))
     return converted
+
+
+def _scale_of_floats(arrays: dict[str, NDArray[Any]]) -> float:
+    """Return what brings all float arrays to 0..255: 255 where most values above 0 are at most 1, and else 1.
+
+    Values somewhat above 1 are then told; much larger ones raise a UserError, as neither range suits them.
+    """
+    floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
+    above = {name: int((array > 1).sum()) for name, array in floats.items()}
+    if 2 * sum(above.values()) > sum(int((array > 0).sum()) for array in floats.values()):
+        return 1.0
+    for name, count in above.items():
+        if count == 0:
+            continue
+        brightest = float(floats[name].max())
+        if brightest > 1 + _OVERSHOOT:
+            raise UserError(
+                f"{name} has floats up to {brightest:g}, but most of those above 0 are at most 1; expected floats in "
+                "[0, 1] or in [0, 255]; set data.window=[0,1] or [0,255], or another range that becomes 0 to 255"
+            )
+        notify(f"{name} has {count:,} of {floats[name].size:,} values above 1, up to {brightest:.9g}: they count as 1")
+    return 255.0
+
+
+def notify_of_constant(name: str, low: int, high: int) -> None:
+    """Tell that all pixels of a data set are nearly equal; `low` and `high` are its darkest and brightest, 0 to 255."""
+    if high - low <= _NEARLY_CONSTANT:
+        notify(
+            f"{name}: all pixels are from {low} to {high} of 255, from which nothing can be learned: set data.window "
+            "to the range of its values; in arrays, pixels of 0 and 1 need the type bool"
+        )
 
 
 def is_deep(array: NDArray[Any]) -> bool:
@@ -174,9 +192,7 @@ def _windowed(name: str, array: NDArray[Any], window: Window, channels: int | No
                 f"black or white; the first is row {first}, of {array[first].min():g} to {array[first].max():g}; "
                 "correct data.window, or those images"
             )
-        if axis is None:
-            return apply_window(array, windows_of(window, 1)[0])
-        return apply_windows(array, window, axis)
+        return apply_window(array, window, axis=axis)
     except UserError:
         raise
     except ValueError as error:
@@ -205,9 +221,17 @@ def require_pixels(name: str, array: NDArray[Any], window: Window | None = "perc
     if window is None and (low < 0 or high > 255):
         raise UserError(
             f"{name} has pixels from {low:g} to {high:g}; expected uint8, or floats in [0, 1] or [0, 255]; set "
-            f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
-            "of the type), or data.window=per_image, or data.window=percentiles (of each channel, 1 to 99 %)"
+            f"{windows_to_set(low, high, array.dtype.kind != 'f')}"
         )
+
+
+def windows_to_set(low: float, high: float, integers: bool) -> str:
+    """Name the windows that pixels from `low` to `high` can have."""
+    full = ", or data.window=full (the range of the type)" if integers else ""
+    return (
+        f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255{full}, or data.window=per_image, or "
+        "data.window=percentiles (of each channel, 1 to 99 %)"
+    )
 
 
 def channels_first(array: NDArray[Any], name: str, channels: int | None = None) -> Tensor:

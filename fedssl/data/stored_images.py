@@ -31,15 +31,17 @@ from ..run_folder.storage import make_folder, write_atomically, writing
 from ..untrusted import printable
 from .files import listed, notify
 from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, stored_values
+from .image_kinds import usual_channels, usual_size
 from .options import DataOptions
-from .pixels import Window, is_by_channel
+from .pixels import Window, is_by_channel, notify_of_constant, windows_to_set
 from .windows import window_of_files
 
-_CACHE_VERSION = 2  # to be raised when a file's pixels come to mean something else
+_CACHE_VERSION = 3  # to be raised when a file's pixels come to mean something else
 _DECODERS = ("gdcm", "pylibjpeg", "libjpeg", "openjpeg")  # what pydicom may find
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
+_ODD_SHARE = 0.1  # of the images that have another size than the rest: fewer are named, as they may be there by mistake
 _FILES_AT_A_TIME = 16  # for each thread that decodes
 _SECONDS_BETWEEN_LINES = 10.0  # of progress, on stderr
 _Store = Callable[[NDArray[np.uint8]], Any]
@@ -202,9 +204,8 @@ def decode_images(
     What takes more than `options.memory_limit` is decoded into a file, once, unless `in_memory` is True.
 
     Returns:
-        uint8 [n, C, H, W], where C is `options.channels`, or else 1 if every file is gray, the files' own number where
-        that is neither 1 nor 3, and else 3; and which of the files they are, ascending, which is all of them unless
-        broken ones are skipped.
+        uint8 [n, C, H, W], where C is `options.channels`, or else the number that most files have; and which of the
+        files they are, ascending, which is all of them unless broken ones are skipped.
 
     Raises:
         UserError: files are broken, none is left, their channels differ, the window does not suit them, or the disk has
@@ -259,7 +260,7 @@ def measured_window(files: Sequence[Path], options: DataOptions) -> Window | Non
 def _needs_window(file: Path, channels: int | None) -> bool:
     with suppress(BrokenImageError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return image_kind(file, channels).deep == "gray"
+        return image_kind(file, channels).deep
     return False
 
 
@@ -338,14 +339,20 @@ def _channels_of(files: Sequence[Path], kinds: dict[int, ImageKind], options: Da
     first: dict[int, Path] = {}
     for index, kind in kinds.items():
         first.setdefault(kind.channels, files[index])
-    channels = options.channels or (3 if first.keys() <= {1, 3} and 3 in first else next(iter(first), 1))
+    channels = options.channels or usual_channels(kinds.values())
     if options.channels is None and len(first) > 1 and not first.keys() <= {1, 3}:
         (count, file), (other_count, other) = list(first.items())[:2]
         raise UserError(
             f"{printable(file)} has {count} channels and {printable(other)} {other_count}; expected one number in a "
             "folder: keep the files of one kind, or set data.channels to the number to read, with data.broken=skip"
         )
-    window, deep = options.window, any(kind.deep != "no" for kind in kinds.values())
+    others = [str(files[index]) for index, kind in kinds.items() if kind.channels != channels]
+    if others and channels in (1, 3):
+        what, into = ("in colour", "grey") if channels == 1 else ("grey", "three equal channels")
+        why = f"data.channels={channels} says" if options.channels else "most images are"
+        names = listed(others, _MOST_NAMED)
+        notify(f"{len(others):,} of {len(kinds):,} images are {what} and become {into}, as {why}: {names}")
+    window, deep = options.window, any(kind.deep for kind in kinds.values())
     if is_by_channel(window) and len(window) != channels and deep:
         raise UserError(
             f"data.window has {len(window)} pairs, but the images have {channels} channels; give one [LOW,HIGH] for "
@@ -364,6 +371,16 @@ def _read_headers(files: Sequence[Path], options: DataOptions) -> tuple[dict[int
         except BrokenImageError as error:
             faults[index] = str(error)
     _check_window(files, kinds, options)
+    usual = usual_size(kinds.values())
+    odd = [f"{files[index]} ({kind.size[0]} x {kind.size[1]})" for index, kind in kinds.items() if kind.size != usual]
+    if usual is not None and 0 < len(odd) <= _ODD_SHARE * len(kinds):
+        notify(
+            f"{len(odd):,} of {len(kinds):,} images are not of {usual[0]} x {usual[1]} pixels, as the others are: "
+            f"{listed(odd, _MOST_NAMED)}; they are cropped and resized: leave out what does not belong to them"
+        )
+    alpha = [str(files[index]) for index, kind in kinds.items() if kind.alpha]
+    if alpha:
+        notify(f"transparency is left out of {len(alpha):,} of {len(kinds):,} images: {listed(alpha, _MOST_NAMED)}")
     several = [str(files[index]) for index, kind in kinds.items() if kind.frames > 1]
     if several:
         what = "1 file holds" if len(several) == 1 else f"{len(several):,} files hold"
@@ -377,22 +394,15 @@ def _read_headers(files: Sequence[Path], options: DataOptions) -> tuple[dict[int
 def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], options: DataOptions) -> None:
     """Raise a UserError if files have more than 8 bits a channel, and the window does not say what to do."""
     window = options.window
-    colour = [index for index, kind in kinds.items() if kind.deep == "colour"]
-    if colour and window != "full":
-        raise UserError(
-            f"{printable(files[colour[0]])} has colours of 16 bits, of which only the upper 8 bits can be read; set "
-            "data.window=full if that is meant, or data.channels=3 for TIFFs, whose bits are then all read, or convert "
-            "the files to 8 bits a channel"
-        )
-    gray = [index for index, kind in kinds.items() if kind.deep == "gray"]
+    gray = [index for index, kind in kinds.items() if kind.deep]
     if gray and window is None:
         first, low, high = _range_of_values([files[index] for index in gray], options.channels)
+        integers = all(kinds[index].type_range for index in gray)
         own = ", or data.window=file (what each DICOM file names)" if kinds[gray[0]].has_window else ""
         raise UserError(
-            f"{printable(first)} has pixels of more than 8 bits, as {len(gray)} of {len(files)} files have (values "
-            f"{low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); set "
-            f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255, or data.window=full (the range "
-            f"of the type), or data.window=per_image, or data.window=percentiles (of each channel, 1 to 99 %){own}"
+            f"{printable(first)} has {'pixels of more than 8 bits' if integers else 'floats'}, as {len(gray)} of "
+            f"{len(files)} files have (values {low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); "
+            f"set {windows_to_set(low, high, integers)}{own}"
         )
     without = [index for index in gray if not kinds[index].has_window]
     if without and window == "file":
@@ -443,6 +453,7 @@ def _decode(
 
     workers = os.cpu_count() or 1
     kept: list[int] = []
+    darkest, brightest = 255, 0
     last_line = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         remaining, done = iter(readable), 0
@@ -455,8 +466,11 @@ def _decode(
                 else:
                     store(pixels)
                     kept.append(index)
+                    darkest, brightest = min(darkest, int(pixels.min())), max(brightest, int(pixels.max()))
             done += len(chunk)
             if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
                 last_line = time.monotonic()
                 print(f"fedssl: decoding images: {done:,} of {len(readable):,}", file=sys.stderr, flush=True)
+    if kept:
+        notify_of_constant(f"the images in {printable(os.path.commonpath(readable.values()))}", darkest, brightest)
     return kept

@@ -10,7 +10,8 @@ from typing import Any
 from ..errors import UserError
 from ..options import with_texts
 from ..untrusted import printable
-from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files
+from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files, split_folders
+from .image_kinds import usual_channels, usual_size
 from .options import SOURCES, DataOptions
 
 _SAMPLED = 32  # image files whose headers are read
@@ -107,25 +108,25 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     for more in more_paths if isinstance(more_paths, list) else ():
         folder = expanded(Path(str(more)), "data.more_paths")
         files += list_files(folder, data.get("follow_links") is True)[0] if kind_of(folder) == "folder" else []
-    if (path / "train").is_dir():
-        files = [file for file in files if file.is_relative_to(path / "train")]
+    splits = split_folders(path)
+    if len(splits) == 2:
+        files = [file for file in files if file.is_relative_to(splits[0])]
     if not files:
         raise UserError(f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}")
-    sizes, channels = [], 0
+    kinds = []
     for file in files[:: -(-len(files) // _SAMPLED)]:
         try:
-            kind = image_kind(file, _asked_for(data))
+            kinds.append(image_kind(file, _asked_for(data)))
         except BrokenImageError:
             continue  # loading the data names the files that cannot be read
-        sizes.append(kind.size)
-        channels = max(channels, kind.channels)
-    one_square = len(set(sizes)) == 1 and _LEAST_SIDE <= sizes[0][0] == sizes[0][1] <= _SIZES[-1]
-    shorter = sorted(min(size) for size in sizes) or [_SIZES[-1]]
-    median = shorter[len(shorter) // 2]
-    side = median if one_square else max((size for size in _SIZES if size <= median), default=_SIZES[0])
+    usual = usual_size(kinds)
+    shorter = sorted(min(kind.size) for kind in kinds) or [_SIZES[-1]]
+    side = max((size for size in _SIZES if size <= shorter[len(shorter) // 2]), default=_SIZES[0])
+    if usual is not None and _LEAST_SIDE <= usual[0] == usual[1] <= _SIZES[-1]:
+        side = usual[0]
     has_labels = data.get("labels") is not None and data.get("label_column", "label") is not None
     labelled = data["name"] == "folder" or has_labels
     count = len(files)
-    if labelled and not (path / "test").is_dir():
+    if labelled and len(splits) < 2:
         count -= round(count * DataOptions.model_fields["test_fraction"].default)  # those become the test set
-    return DataSummary(count, _asked_for(data) or channels or 1, side, labelled, from_files=True)
+    return DataSummary(count, _asked_for(data) or usual_channels(kinds), side, labelled, from_files=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,8 +16,10 @@ from ..errors import UserError
 from ..parts import load_file, only_class
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import MetricRow
-from ..run_folder.storage import cannot_write, writing
+from ..run_folder.storage import cannot_write, make_folder, writing
 from ..untrusted import expand_home
+
+_LONGEST = 400  # characters of an observer's error that are shown
 
 
 class Observer:
@@ -72,30 +75,6 @@ class Observers(Observer):
             self.run_ended(False)
             raise
 
-    def training_began(self, number: int, images: Sequence[int]) -> None:
-        for observer in self._observers:
-            observer.training_began(number, images)
-
-    def client_began(self, number: int, client: int, done: int, clients: int) -> None:
-        for observer in self._observers:
-            observer.client_began(number, client, done, clients)
-
-    def evaluation_began(self, number: int) -> None:
-        for observer in self._observers:
-            observer.evaluation_began(number)
-
-    def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
-        for observer in self._observers:
-            observer.round_ended(number, rows)
-
-    def inform(self, text: str) -> None:
-        for observer in self._observers:
-            observer.inform(text)
-
-    def warn(self, text: str) -> None:
-        for observer in self._observers:
-            observer.warn(text)
-
     def run_ended(self, finished: bool) -> None:
         """End each that has begun, even if another one raises."""
         with ExitStack() as stack:
@@ -103,11 +82,24 @@ class Observers(Observer):
                 stack.callback(self._begun.pop().run_ended, finished)
 
 
+def _told_to_all(method: str) -> Callable[..., None]:
+    def tell(self: Observers, *arguments: Any) -> None:
+        for observer in self._observers:
+            getattr(observer, method)(*arguments)
+
+    return tell
+
+
+for _method in ("training_began", "client_began", "evaluation_began", "round_ended", "inform", "warn"):
+    setattr(Observers, _method, _told_to_all(_method))
+
+
 class TensorBoard(Observer):
     """Writes the metrics as TensorBoard events; those of rounds that a resumed run repeats are marked as superseded."""
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
         self._path, self._excepthook = path / "tensorboard", threading.excepthook
+        make_folder(self._path, within_run=True)
         threading.excepthook = _ignore_full_disk
         try:
             self._writer = SummaryWriter(str(self._path), purge_step=first_round)
@@ -136,7 +128,7 @@ def _ignore_full_disk(error: threading.ExceptHookArgs) -> None:
 def load_observer(path: Path) -> Observer:
     """Run a .py file and return an object of the one Observer subclass in it, made without arguments.
 
-    An OSError of its methods, such as of a server that is down, becomes a UserError that names the file.
+    An exception of its methods, such as of a server that is down, becomes a UserError that names the file and the line.
     """
     if path.suffix != ".py" or not expand_home(path).is_file():
         raise UserError(f"an observer is an existing .py file with one subclass of fedssl.Observer, got {path}")
@@ -147,16 +139,21 @@ def load_observer(path: Path) -> Observer:
         raise UserError(f"{path}: {kind.__name__}() failed: {type(error).__name__}: {error}") from error
     for name in vars(Observer).keys() & vars(kind).keys():
         if not name.startswith("_"):
-            setattr(observer, name, _named(getattr(observer, name), f"the observer {path}, {name}"))
+            setattr(observer, name, _named(getattr(observer, name), path))
     return observer
 
 
-def _named(method: Callable[..., None], name: str) -> Callable[..., None]:
+def _named(method: Callable[..., None], path: Path) -> Callable[..., None]:
     def call(*arguments: Any, **named: Any) -> None:
         try:
             method(*arguments, **named)
-        except OSError as error:
-            problem = f"{name} failed: {type(error).__name__}: {error}"
-            raise UserError(f"{problem}; finished rounds are kept: continue with fedssl run --resume RUN") from error
+        except Exception as error:  # a logger's library raises errors of its own types
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f" in line {frame.lineno}" for frame in frames if Path(frame.filename).name == path.name]
+            problem = f"failed{(lines or [''])[-1]}: {type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
+            raise UserError(
+                f"the observer {path}, {method.__name__} {problem}; finished rounds are kept: correct the observer or "
+                "leave it out, and continue with fedssl run --resume RUN"
+            ) from error
 
     return call

@@ -20,7 +20,7 @@ from ..evaluation.evaluate import in_channels
 from ..evaluation.features import extract_outputs
 from ..federation import device_named
 from ..run_folder.directory import RunDirectory
-from ..run_folder.storage import csv_text, make_folder, write_atomically
+from ..run_folder.storage import csv_text, make_folder, require_file_name, write_atomically
 from ..untrusted import printable, quoted
 from .encoder_folder import is_encoder_folder, read_encoder
 from .trained_encoder import TrainedEncoder
@@ -68,9 +68,11 @@ def embed_images(
         The files that were left out and the reasons, in one line; empty if all could be read.
 
     Raises:
-        UserError: no exported encoder; no images; one folder given twice; a broken file without `skip_broken`; a
-            representation that is not finite; or no pyarrow for a .parquet file. Nothing is written then.
+        UserError: `output` cannot be written; no exported encoder; no images; one folder given twice; a broken file
+            without `skip_broken`; a representation that is not finite; or no pyarrow for a .parquet file. Nothing is
+            written then.
     """
+    require_file_name(output)
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise UserError(f"{output}: writing .parquet needs pyarrow: pip install pyarrow, or name a .csv or .npz file")
     sources = [images] if isinstance(images, Path) else list(images)
@@ -115,7 +117,7 @@ def _file_content(suffix: str, names: list[str], features: np.ndarray) -> bytes:
     columns = [f"feature_{i}" for i in range(features.shape[1])]
     if suffix == ".csv":
         rows = ([name, *map(str, row)] for name, row in zip(names, features, strict=True))
-        return csv_text([["file", *columns], *rows]).encode()
+        return csv_text([["file", *columns], *rows], as_texts=False).encode()
     file = io.BytesIO()
     if suffix == ".parquet":
         from pyarrow import parquet, table
@@ -161,7 +163,7 @@ def _from_files(
         names, images, unreadable = [], [], []
         for file in files[start : start + batch_size]:
             try:
-                if window is None and image_kind(file, asked_for).deep != "no":
+                if window is None and image_kind(file, asked_for).deep:
                     raise UserError(
                         f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images of 8 "
                         "bits: give --window LOW,HIGH, the values that become 0 and 255"

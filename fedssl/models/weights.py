@@ -7,6 +7,7 @@ import json
 import logging
 import warnings
 import zipfile
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +41,10 @@ class ModelOptions(Options):
     )
     weights: str | dict[str, str] | None = Field(
         None,
-        description="weights to start the encoders from: a folder of fedssl export, a safetensors or .pt file, or "
-        "timm:NAME; for several architectures a mapping from architecture to one of these (default: drawn at random). "
-        "Where a ResNet has a 3x3 stem, a 7x7 stem's weights are left out",
+        description="weights to start the encoders from: a folder of fedssl export, a safetensors or .pt file "
+        "(FILE:NAME where it holds several networks), or timm:NAME; for several architectures a mapping from "
+        "architecture to one of these (default: drawn at random). Where a ResNet has a 3x3 stem, a 7x7 stem's weights "
+        "are left out",
     )
     digests: dict[str, str] | None = Field(
         None,
@@ -157,38 +159,67 @@ def digest(weights: Weights) -> str:
 def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source: str) -> None:
     """Load weights into an encoder from `build_encoder`; a warning names what is left out or adapted.
 
-    A classifier on top is left out. The stem of a ResNet for small images keeps its random weights where the weights
-    have another stem (a 7x7 convolution, or several): the layers above it are loaded. The first convolution of an
-    encoder for images of other than three channels gets in each channel the mean over the colours of its weights, times
-    3 / channels. So an encoder for grey images sees them as the weights' network sees three equal channels. Nothing is
-    loaded unless all weights fit. Messages call them `source`.
+    Where all of the encoder's names begin with a prefix, as other programs' checkpoints have it, those are loaded. A
+    classifier or another head on top is left out. The stem of a ResNet for small images keeps its random weights where
+    the weights have another stem (a 7x7 convolution, or several): the layers above it are loaded. The first convolution
+    of an encoder for images of other than three channels gets in each channel the mean over the colours of its weights,
+    times 3 / channels. So an encoder for grey images sees them as the weights' network sees three equal channels.
+    Nothing is loaded unless all weights fit. Messages call them `source`.
 
     Raises:
-        UserError: a tensor has another shape, is missing, or belongs to nothing; the message names it.
+        UserError: a tensor has another shape, is missing, or belongs to nothing; the message names it. Or there are
+            several such prefixes.
     """
     own = encoder.state_dict()
+    notes = []
+    if prefix := _prefix_of(encoder, weights, architecture, source):
+        count, weights = len(weights), _below(weights, prefix)
+        others = f", and {count - len(weights)} others are left out" if count > len(weights) else ""
+        notes.append(f"the encoder's weights are those whose names begin with {prefix}{others}")
     given = {name: tensor for name, tensor in weights.items() if name not in _classifier_names(architecture, own)}
-    note = None
     first = next((name for name, tensor in own.items() if tensor.dim() == 4), None)
     channels = 3 if first is None else own[first].shape[1]
     if first in given and given[first].shape[1:2] == (3,) and channels != 3 and given[first].dim() == 4:
         summed = given[first].sum(dim=1, keepdim=True)
         given[first] = (summed / channels).expand(-1, channels, -1, -1).clone()
-        note = "the first convolution's weights are summed over the colours, as the images are grey"
+        how = "summed over the colours, as the images are grey"
         if channels > 1:
-            note = (
-                f"the first convolution's weights are averaged over the colours, as the images have {channels} channels"
-            )
+            how = f"averaged over the colours, as the images have {channels} channels"
+        notes.append(f"the first convolution's weights are {how}")
     stem, own_stem = ({n: t for n, t in state.items() if n.startswith("conv1.")} for state in (given, own))
     if has_small_image_stem(encoder) and stem and _shapes(stem) != _shapes(own_stem):
         given = {name: tensor for name, tensor in given.items() if name not in stem} | own_stem
         shapes = ", ".join(f"{name} {list(weights[name].shape)}" for name in stem if weights[name].dim() == 4)
-        note = f"the 3x3 stem for small images starts at random, as the weights have another stem ({shapes})"
-    if problems := _misfits(own, given):
-        raise UserError(f"model.weights: {source} does not fit {architecture}: {'; '.join(problems)}")
-    encoder.load_state_dict(given)
-    if note:
-        warnings.warn(f"model.weights: {source}: {note}", stacklevel=2)
+        notes.append(f"the 3x3 stem for small images starts at random, as the weights have another stem ({shapes})")
+    layers = {name.partition(".")[0] for name in own}
+    heads = [name for name in given if name.partition(".")[0] not in layers]
+    if _misfits(own, fitting := {name: tensor for name, tensor in given.items() if name not in heads}):
+        problems = "; ".join(_misfits(own, given))
+        raise UserError(f"model.weights: {source} does not fit {architecture}: {problems}")
+    encoder.load_state_dict(fitting)
+    if heads:
+        notes.append(f"left out, as the encoder has no such layers: {', '.join(_first(heads))}")
+    if notes:
+        warnings.warn(f"model.weights: {source}: {'; '.join(notes)}", stacklevel=2)
+
+
+def _prefix_of(encoder: nn.Module, weights: Weights, architecture: str, source: str) -> str:
+    """Return what all names of an encoder begin with in a checkpoint: "" where they are names of their own."""
+    stem = "conv1." if has_small_image_stem(encoder) else None  # which may be another one
+    own = [name for name in encoder.state_dict() if not (stem and name.startswith(stem))]
+    ends = {name.removesuffix(own[0]) for name in weights if name.endswith(own[0])}
+    prefixes = sorted(prefix for prefix in ends if all(prefix + name in weights for name in own))
+    if len(prefixes) > 1 and "" not in prefixes:
+        names = [prefix.removesuffix(".") for prefix in prefixes]
+        raise UserError(
+            f"model.weights: {source} holds {len(names)} networks that fit {architecture}: {', '.join(names)}; choose "
+            f"one, such as model.weights={source}:{names[0]}"
+        )
+    return "" if "" in prefixes or not prefixes else prefixes[0]
+
+
+def _below(weights: Weights, prefix: str) -> Weights:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def _shapes(weights: Weights) -> dict[str, torch.Size]:
@@ -256,6 +287,16 @@ def _config_of(source: str) -> dict[str, Any] | None:
 def _read(source: str) -> Weights:
     if source.startswith(_TIMM):
         return _from_timm(source.removeprefix(_TIMM))
+    file, _, network = source.rpartition(":")
+    if network and file and not Path(source).exists():
+        weights = _read(file)
+        if not (chosen := _below(weights, f"{network}.")):
+            beginnings = list(dict.fromkeys(name.partition(".")[0] for name in weights))
+            raise UserError(
+                f"model.weights: {file} holds no tensors whose names begin with {network}.: it has names that begin "
+                f"with {', '.join(_first(beginnings))}"
+            )
+        return chosen
     path = Path(source)
     if (path / "recipe.yaml").is_file() or (path.parent.parent / "recipe.yaml").is_file():
         run = path if path.is_dir() else path.parent.parent
@@ -279,7 +320,8 @@ def _read(source: str) -> Weights:
         except (zipfile.BadZipFile, OSError, NotImplementedError, UnicodeDecodeError) as error:
             raise UserError(f"model.weights: {path} is a damaged archive ({error}); copy or write it again") from error
     try:
-        state = load_state_dict(str(path), weights_only=True)
+        with torch.serialization.safe_globals([Namespace]):  # the arguments of the program, in many a checkpoint
+            state = load_state_dict(str(path), weights_only=True)
     except Exception as error:  # torch, safetensors and timm raise many kinds for a file that holds something else
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
@@ -287,9 +329,21 @@ def _read(source: str) -> Weights:
             "safetensors or torch.save. Files that hold code are never run"
         ) from error
     if isinstance(state, dict):  # a tensor may repeat a few stored values without end
-        size = sum(t.numel() * t.element_size() for t in state.values() if isinstance(t, Tensor))
+        state = _flat(state) if not all(isinstance(value, Tensor) for value in state.values()) else state
+        size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         _require_at_most(_TIMES_STORED * most, size, path)
     return _tensors_of(state, path)
+
+
+def _flat(state: dict[Any, Any], prefix: str = "") -> Weights:
+    """Return the tensors of nested mappings by their names, joined by dots; not an optimizer's, which has numbers."""
+    found: Weights = {}
+    for name, value in state.items():
+        if isinstance(name, str) and isinstance(value, Tensor):
+            found[prefix + name] = value
+        elif isinstance(name, str) and isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+    return found
 
 
 def _require_at_most(most: int, size: int, path: Path) -> None:

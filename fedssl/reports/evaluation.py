@@ -31,7 +31,7 @@ from ..options import explain_errors
 from ..randomness import seed_for
 from ..recipe.overrides import read_text
 from ..run_folder.directory import RunDirectory
-from ..run_folder.storage import csv_text, write_atomically
+from ..run_folder.storage import csv_text, require_file_name, write_atomically
 from ..untrusted import quoted
 
 
@@ -101,6 +101,7 @@ def evaluate_run(
     if directory.checkpoint.round < 0:
         raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {quoted(path)}")
     federation = federation_of_run(directory, trust, downstream=data is None)
+    require_file_name(_target(path, data))
     if data is None:
         require_same_data(path, federation.data_digests())
     recipe, dataset = federation.recipe, federation.dataset
@@ -134,6 +135,7 @@ def evaluate_export(
         raise UserError(
             f"{path} is an exported encoder, which names no data: give --data, such as --data name=npz,path=mine.npz"
         )
+    require_file_name(_target(path, data))
     encoder = read_encoder(path)
     options = _with_requests(EvaluationOptions(), fractions, fine_tune)
     check_colours(encoder.image_shape[0], options)
@@ -168,12 +170,16 @@ def _write(results: dict[str, dict[str, float]], folder: Path, data: DataOptions
     if len(results) > 1:
         results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}
     rows = [[who, *(f"{values[name]:.2f}" for name in names)] for who, values in results.items()]
-    target = folder / "evaluation.csv"
-    if data is not None:
-        label = re.sub(r"[^A-Za-z0-9_.-]+", "-", data.path.stem if data.path else data.name)
-        target = folder / f"evaluation-{label}.csv"
+    target = _target(folder, data)
     write_atomically(target, csv_text([["client", *names], *rows]).encode())
     return target
+
+
+def _target(folder: Path, data: DataOptions | None) -> Path:
+    if data is None:
+        return folder / "evaluation.csv"
+    label = re.sub(r"[^A-Za-z0-9_.-]+", "-", data.path.stem if data.path else data.name)
+    return folder / f"evaluation-{label}.csv"
 
 
 def parse_data(text: str) -> DataOptions:

@@ -106,7 +106,7 @@ def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | No
     nearest, similarity = nearest_images(features, queries, _NEIGHBOURS)
     points = tsne(features[:_ON_THE_MAP], seed_for(seed, "pictures", "map"))
 
-    make_folder(path / "figures")
+    make_folder(path / "figures", within_run=True)
     sheet = draw_neighbours(images, queries, nearest, similarity, labels)
     few_classes = 1 < len(dataset.class_names) <= MOST_NAMED_CLASSES
     image_map = draw_map(images, points, labels if few_classes else None, dataset.class_names)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ from torch import Tensor
 from ..data.partitions import checked_shape
 from ..errors import UserError
 from ..evaluation.metrics import LARGEST_FIGURE, METRICS, format_values, is_accuracy, mean_and_spread, metric_title
-from ..run_folder.storage import write_atomically
+from ..run_folder.storage import make_folder, require_file_name, write_atomically
 from ..untrusted import plot_text
 
 TEXT, MUTED, GRID = "#222222", "#666666", "#E3E3E3"
@@ -79,14 +80,21 @@ def png_bytes(figure: Figure) -> bytes:
     return data.getvalue()
 
 
-def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as an image file in the format of the suffix (default: PNG), 150 dots per inch."""
+def figure_kind(path: Path) -> str:
+    """Return the format of a figure's file by its suffix (default: PNG); raise UserError if it cannot be written."""
+    require_file_name(path)
     kind = path.suffix.lower().removeprefix(".") or "png"
-    known = figure.canvas.get_supported_filetypes()
+    known = FigureCanvasBase.get_supported_filetypes()
     if kind not in known:
         raise UserError(f"{path}: no image can be written as .{kind}; expected one of {', '.join(sorted(known))}")
+    return kind
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Write a figure as an image file in the format of the suffix, see `figure_kind`, 150 dots per inch."""
     data = io.BytesIO()
-    figure.savefig(data, format=kind, dpi=150)
+    figure.savefig(data, format=figure_kind(path), dpi=150)
+    make_folder(path.absolute().parent)
     write_atomically(path, data.getvalue())
 
 

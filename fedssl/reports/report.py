@@ -15,7 +15,7 @@ from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated
 from ..evaluation.verdict import verdict
 from ..recipe.overrides import flatten_keys
 from ..run_folder.record import Run, read_run
-from ..run_folder.storage import write_atomically
+from ..run_folder.storage import make_folder, require_file_name, write_atomically
 from ..untrusted import printable, quoted
 from .collapse import Collapse, collapse_of_run, collapse_section
 from .cost import format_bytes, format_flops
@@ -79,6 +79,7 @@ def write_report(
         which = f"{folders[0]} has" if len(folders) == 1 else "these runs have"
         raise UserError(f"{which} no finished round to report on yet: fedssl run --resume {quoted(folders[0])}")
     path = Path(output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
+    require_file_name(path)
 
     def pictures_of_run(run: Path, trust: bool) -> tuple[Path, ImagePictures] | None:
         pictures = image_pictures_of_run(run, trust)
@@ -86,6 +87,7 @@ def write_report(
 
     analyses = _of_first_finished(records, collapse_of_run, trust) if collapse else {}
     pictures = _of_first_finished(records, pictures_of_run, trust) if images else {}
+    make_folder(path.absolute().parent)
     write_atomically(path, build_report(records, analyses, pictures).encode())
     return path
 

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from ..errors import UserError
 from ..options import Options, explain_errors
 from ..untrusted import absolute_path, own_part_file, own_parts, parse_yaml, quoted, read_regular_file
-from .storage import digest_of, sync_path, write_atomically, writing
+from .storage import digest_of, require_place, sync_path, write_atomically, writing
 
 STATE_FILE = r"(server|client-[0-9]{4,})\.round-[0-9]{5,}\.safetensors"
 _StateFile = Annotated[str, Field(pattern=f"^{STATE_FILE}$")]
@@ -114,8 +114,9 @@ def is_run_folder(path: Path) -> bool:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise UserError if a folder exists and a new run may not replace it, before anything is loaded."""
+    """Raise UserError if a new run may not replace the folder, or none can be made there, before anything is loaded."""
     if not os.path.lexists(path):
+        require_place(path)
         return
     if not is_run_folder(path):
         raise UserError(

@@ -9,11 +9,13 @@ import io
 import json
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from safetensors import SafetensorError
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # a process that waits for runs writes files without torch
 #: files flushed or removed at the same time. Flushing a hundred files took three quarters of the time that it took one
 #: after another, and less than half while others wrote to the disk, because the disk joins concurrent requests.
 _AT_A_TIME = 8
+_LINKED = "a link stands there, or the file has another name too, and that file would change: put a copy in its place"
 #: a text that a spreadsheet would compute, and one that was kept from that
 _FORMULA = re.compile("'*[=+@-].")
 #: the safetensors names of the dtypes
@@ -65,6 +68,26 @@ def write_atomically(path: Path, *data: bytes | memoryview, flush: bool = True) 
         raise cannot_write(path, error) from error
 
 
+@contextmanager
+def written_in_place(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of a run's folder to add to it or to cut it; a missing one is made.
+
+    Raises:
+        UserError: it cannot be written, or it may be another file too, by a link in a folder that somebody else made.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with writing(path):
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, _LINKED)
+        with open(os.open(path, flags, 0o666), "ab") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise OSError(errno.EMLINK, _LINKED)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+
 def sync_path(path: Path) -> None:
     """Flush a file's content, or a folder's entries so that a rename in it survives a power cut."""
     handle = os.open(path, os.O_RDONLY)
@@ -93,14 +116,34 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def require_new_folder(folder: Path) -> None:
-    """Raise a UserError where something is at `folder`, unless it is an empty folder."""
+    """Raise a UserError where something is at `folder`, unless it is an empty folder, or nothing can be made there."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty: name a new folder, or remove that one")
+    require_place(folder)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it if they do not exist; raise UserError if that fails."""
+def require_file_name(path: Path) -> None:
+    """Raise a UserError where no file can be written to `path`, before the work whose result it gets."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name the file to write, such as {path / 'FILE'}")
+    require_place(path)
+
+
+def require_place(path: Path) -> None:
+    """Raise a UserError where nothing can be made at `path`; it and folders above it may be missing."""
+    place = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    with writing(path), tempfile.TemporaryFile(dir=place):
+        pass
+
+
+def make_folder(path: Path, within_run: bool = False) -> None:
+    """Make a folder and those above it if they do not exist; raise UserError if that fails.
+
+    A folder `within_run`, in a run's folder that somebody else may have made, must not be a link to another one.
+    """
     with writing(path):
+        if within_run and path.is_symlink():
+            raise OSError(errno.ELOOP, _LINKED)
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -132,14 +175,16 @@ def digest_of(path: Path, length: int | None = None) -> str:
     return digest.hexdigest()
 
 
-def csv_text(rows: Iterable[Sequence[object]]) -> str:
+def csv_text(rows: Iterable[Sequence[object]], as_texts: bool = True) -> str:
     """Return rows as the text of a CSV file; the first one is usually the header.
 
     Control characters in a text are escaped, see `printable`, so each row is one line for every reader. A text that a
-    spreadsheet would compute as a formula gets an apostrophe before it, which `read_csv` takes away.
+    spreadsheet would compute as a formula gets an apostrophe before it, which `read_csv` takes away; not with
+    `as_texts=False`, for files whose texts another program joins with its own, such as names of images.
     """
     text = io.StringIO()
-    cells = ([_as_text(printable(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows)
+    shown = (lambda cell: _as_text(printable(cell))) if as_texts else printable
+    cells = ([shown(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
     csv.writer(text, lineterminator="\n").writerows(cells)
     return text.getvalue()
 

@@ -124,7 +124,7 @@ def test_every_step_of_own_images_works_in_the_pages_order(tmp_path, monkeypatch
     assert "Images as the encoder sees them" in Path("runs/photos/report.html").read_text()
     assert "downstream_mine_knn" in Path("runs/measured/metrics.csv").read_text()
     with np.load("features.npz") as features:
-        assert features["features"].shape == (60, 128)
+        assert features["features"].shape == (60, 512)
         assert "older/00.png" in features["files"]
 
 

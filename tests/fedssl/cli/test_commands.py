@@ -258,7 +258,7 @@ def test_hostile_overrides(override, message, fedssl, tiny_file, tmp_path):
         ("evaluate", "fedbyol", "--data", "name=digits,name=npz"),
         ("evaluate", "~nosuchuser"),
         ("partition", "tiny.yaml", "--chart", "chart.xyz"),
-        ("partition", "tiny.yaml", "--chart", "nowhere/chart.png"),
+        ("partition", "tiny.yaml", "--chart", "tiny.yaml/chart.png"),
         ("cost", "tiny.yaml", "--rounds", "tiny.yaml/x.csv"),
     ],
 )
@@ -270,6 +270,35 @@ def test_paths_that_lead_nowhere_or_would_wait_for_ever(command, fedssl, tiny_fi
     one_line(code, err) if len(str(command)) < 1000 else None
     assert code == 2
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("work", "command"),
+    [
+        ("data.datasets.load_dataset", ("partition", "tiny.yaml", "--chart", "folder.png")),
+        ("data.datasets.load_dataset", ("partition", "tiny.yaml", "--chart", "chart.xyz")),
+        (
+            "data.datasets.load_dataset",
+            ("partition", "tiny.yaml", "data.path=.", "data.name=images", "--chart", "a.png"),
+        ),
+        ("federation.build_federation", ("cost", "tiny.yaml", "--rounds", "folder.png")),
+        ("engines.in_process.build_federation", ("run", "tiny.yaml", "--output", "tiny.yaml/run")),
+        ("engines.in_process.build_federation", ("run", "tiny.yaml", "--encoder", "tiny.yaml/encoder")),
+        ("reports.report.collapse_of_run", ("report", "run", "--output", "folder.png")),
+        ("reports.evaluation.load_downstream", ("evaluate", "run", "--data", "name=digits")),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    work, command, fedssl, with_part, tiny_file, tmp_path, monkeypatch
+):
+    shutil.copytree(with_part, tmp_path / "run")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "run" / "evaluation-digits.csv").mkdir()
+    monkeypatch.setattr(f"fedssl.{work}", lambda *_, **__: pytest.fail("the work was begun"))
+    code, _, err = fedssl(*command, *(["--trust"] if command[0] in ("report", "evaluate") else []))
+    one_line(code, err)
+    before = "folder.png", "tiny.yaml/", "chart.xyz: no image", "a.png would be one of the images", "digits.csv is"
+    assert any(text in err for text in before), err
 
 
 @pytest.mark.parametrize("file", ["recipe.yaml", "metrics.csv", "partition.csv", "checkpoints/manifest.json"])

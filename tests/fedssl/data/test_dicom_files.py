@@ -4,16 +4,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import imagecodecs
 import numpy as np
 import pytest
+from PIL import Image
 
 from fedssl.data.datasets import load_dataset
-from fedssl.data.image_files import image_kind, read_pixels
+from fedssl.data.image_files import image_kind, read_pixels, stored_values
 from fedssl.data.image_kinds import BrokenImageError
 from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
 from tests.fedssl.data.data_files import refused, save
-from tests.fedssl.data.image_samples import ramp, save_array, table_rows
+from tests.fedssl.data.image_samples import encoded, ramp, save_array, table_rows
 
 pydicom = pytest.importorskip("pydicom", reason="pydicom is not installed: pip install .[dicom]")
 
@@ -230,6 +232,75 @@ def test_transfer_syntaxes(tmp_path, syntax):
     assert np.array_equal(read(file, (-160, 240)), ABDOMINAL)
 
 
+def jpeg_2000(pixels: np.ndarray, **options: Any) -> bytes:
+    return imagecodecs.jpeg2k_encode(pixels, codecformat="j2k", **options)
+
+
+def jpeg_lossless(pixels: np.ndarray) -> bytes:
+    return imagecodecs.jpeg8_encode(pixels, lossless=True, colorspace="RGB", outcolorspace="RGB")
+
+
+def write_compressed(path: Path, pixels: np.ndarray, number: int, content: bytes, **elements: Any) -> Path:
+    """Write compressed data under a header that pixels [H, W] or [H, W, 3] would have."""
+    data = pydicom.encaps.encapsulate([content])
+    return write_dicom(path, pixels, f"1.2.840.10008.1.2.4.{number}", PixelData=data, **elements)
+
+
+YBR = {"PhotometricInterpretation": "YBR_FULL"}
+
+
+@pytest.mark.parametrize("planar", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "content", "elements", "lost"),
+    [
+        (50, encoded(Image.fromarray(COLOUR), "JPEG", quality=98, subsampling=0), YBR, 3),
+        (57, jpeg_lossless(COLOUR), {}, 0),
+        (70, jpeg_lossless(COLOUR), {}, 0),
+        (80, imagecodecs.jpegls_encode(COLOUR), {}, 0),
+        (80, imagecodecs.jpegls_encode(ycbcr(COLOUR)), YBR, 1),
+        (90, jpeg_2000(COLOUR, reversible=True, level=0), {}, 0),
+        (90, jpeg_2000(COLOUR, reversible=True, level=0, mct=True), YBR, 0),
+        (90, jpeg_2000(ycbcr(COLOUR), reversible=True, level=0, mct=False), YBR, 1),
+        (91, jpeg_2000(COLOUR, reversible=False, level=90), {}, 2),
+        (201, imagecodecs.htj2k_encode(COLOUR, reversible=True), {}, 0),
+    ],
+)
+def test_compressed_colours_do_not_follow_a_header_that_contradicts_them(
+    tmp_path, planar, number, content, elements, lost
+):
+    """JPEG 2000 with transformed colours gives red, green and blue, and no compressed image has planes."""
+    file = write_compressed(tmp_path / "a.dcm", COLOUR, number, content, PlanarConfiguration=planar, **elements)
+    assert np.abs(read(file, None).astype(int) - COLOUR).max() <= lost
+
+
+@pytest.mark.parametrize(
+    ("pixels", "number", "content"),
+    [
+        (BYTES, 50, encoded(Image.fromarray(COLOUR), "JPEG")),
+        (BYTES, 50, encoded(Image.new("L", (17, 16)), "JPEG")),
+        (BYTES, 70, imagecodecs.ljpeg_encode(TWELVE, bitspersample=12)),
+        (BYTES, 80, imagecodecs.jpegls_encode(TWELVE)),
+        (BYTES, 90, jpeg_2000(np.zeros((3000, 3000), "u1"))),
+        (COLOUR, 90, jpeg_2000(BYTES)),
+    ],
+)
+def test_compressed_data_of_another_size_than_the_header_says_is_not_decoded(
+    tmp_path, monkeypatch, pixels, number, content
+):
+    file = write_compressed(tmp_path / "a.dcm", pixels, number, content)
+    monkeypatch.setattr("pydicom.pixels.decoders.base.Decoder.as_array", None)
+    with pytest.raises(BrokenImageError, match=r"its header says 16 x 16 pixels with .* bits, its compressed data"):
+        read(file, None)
+
+
+@pytest.mark.parametrize("number", [70, 90])
+def test_compressed_bits_above_those_of_the_header_are_not_dropped(tmp_path, number):
+    deep = ramp(0, 65535, "u2")
+    content = imagecodecs.ljpeg_encode(deep, bitspersample=16) if number == 70 else jpeg_2000(deep, reversible=True)
+    file = write_compressed(tmp_path / "a.dcm", deep, number, content, **BITS_12)
+    assert np.array_equal(stored_values(file)[:, 0], deep.ravel())
+
+
 JPEG_LOSSLESS, JPEG_EXTENDED, MPEG = (f"1.2.840.10008.1.2.4.{number}" for number in (70, 51, 100))
 
 
@@ -250,6 +321,69 @@ def test_a_missing_decoder_is_no_broken_file(tmp_path, monkeypatch, syntax, says
             load_dataset(options_of(tmp_path, **options), 0)
     with pytest.raises(UserError, match=says):
         read_pixels(file, 16, 16, 1, (0, 4095))
+
+
+@pytest.mark.parametrize("decoders", [{"gdcm": None}, {"gdcm": None, "pyjpegls": None}])
+def test_jpeg_ls_of_six_or_seven_bits_needs_another_decoder_than_gdcm(tmp_path, monkeypatch, decoders):
+    decoder = pydicom.pixels.get_decoder("1.2.840.10008.1.2.4.80")
+    monkeypatch.setattr(decoder, "_available", {name: decoder._available[name] for name in decoders})
+    content = imagecodecs.jpegls_encode(SEVEN_BITS)
+    file = write_compressed(tmp_path / "a.dcm", SEVEN_BITS, 80, content, **stored_bits(7))
+    if len(decoders) == 2:
+        assert np.array_equal(read(file, None), scaled(SEVEN_BITS, 0, 127))
+    else:
+        with pytest.raises(UserError, match=r"compressed as JPEG-LS .* needs a decoder: pip install '.*\[dicom\]'"):
+            image_kind(file)
+
+
+def test_a_file_that_no_decoder_reads_names_those_that_are_not_installed(tmp_path):
+    file = write_compressed(tmp_path / "a.dcm", BYTES, 80, imagecodecs.jpegls_encode(BYTES)[:40])
+    with pytest.raises(
+        BrokenImageError, match=r"cannot be decoded \(gdcm: .*pyjpegls: .*; not installed: pylibjpeg, which"
+    ):
+        read(file, None)
+
+
+# how the values of padding are written: the header's bits and sign, the value and its other end
+PADDINGS = {
+    "a negative number as an unsigned one": ("i2", 16, {"PixelPaddingValue": ("US", 63536)}),
+    "a negative number in 12 bits": ("i2", 12, {"PixelPaddingValue": ("US", 2096)}),
+    "a negative number in 12 bits, with the bits above them": ("i2", 12, {"PixelPaddingValue": ("US", 63536)}),
+    "an unsigned number as a negative one": ("u2", 16, {"PixelPaddingValue": ("SS", -2000)}),
+    "a range as unsigned numbers": (
+        *("i2", 16, {"PixelPaddingValue": ("US", 63036), "PixelPaddingRangeLimit": ("US", 63636)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PADDINGS)
+def test_padding_is_read_as_the_pixels_are(tmp_path, name):
+    dtype, bits, elements = PADDINGS[name]
+    tissue = ramp(-900 if dtype == "i2" else 0, 1500, dtype)
+    pixels = tissue.copy()
+    pixels[:, :2] = np.array(-2000, "i2").astype(dtype)
+    file = write_dicom(tmp_path / "a.dcm", pixels, **stored_bits(bits))
+    stored = pydicom.dcmread(file)
+    for element, (kind, value) in elements.items():
+        stored.add(pydicom.DataElement(pydicom.datadict.tag_for_keyword(element), kind, value))
+    stored.save_as(file)
+    assert np.array_equal(np.unique(stored_values(file)), np.unique(tissue[:, 2:]))
+    assert np.array_equal(read(file, "per_image")[:, 2:], scaled(tissue[:, 2:], tissue[:, 2:].min(), tissue.max()))
+
+
+def test_padding_of_floats(tmp_path):
+    floats = np.where(BYTES < 100, np.float32(-7), FLOATS)
+    elements = FLOAT | {"FloatPixelData": floats.tobytes(), "FloatPixelPaddingValue": -7.0, "BitsAllocated": 32}
+    assert stored_values(write_dicom(tmp_path / "a.dcm", BYTES, **elements)).min() == FLOATS[BYTES >= 100].min()
+
+
+def test_a_table_that_begins_at_a_negative_value_written_as_an_unsigned_one(tmp_path):
+    """No pixel of this image is negative, but others of the series are."""
+    file = write_dicom(tmp_path / "a.dcm", np.abs(SIGNED), ModalityLUTSequence=table(np.arange(2000) * 2, -500, 16))
+    stored = pydicom.dcmread(file)
+    stored.ModalityLUTSequence[0]["LUTDescriptor"] = pydicom.DataElement(0x00283002, "US", [2000, 65036, 16])
+    stored.save_as(file)
+    assert np.array_equal(stored_values(file)[:, 0], np.clip(np.abs(SIGNED).astype(int) + 500, 0, 1999).ravel() * 2)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +440,28 @@ def test_the_first_of_several_frames(tmp_path, caplog):
     write_dicom(tmp_path / "a.dcm", np.stack([BYTES, BYTES[:, ::-1]]))
     assert np.array_equal(first(options_of(tmp_path)), BYTES)
     assert "1 file holds several images" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("elements", "says"),
+    [
+        ({"RescaleSlope": 9.5}, r"element RescaleSlope is no number \(.*'9,5'\); write it with a point"),
+        ({"WindowCenter": 9.5, "WindowWidth": 1}, r"element WindowCenter is no number"),
+        ({"PhotometricInterpretation": None}, r"element PhotometricInterpretation is missing"),
+        ({"Columns": None, "SamplesPerPixel": None}, r"element Columns, SamplesPerPixel is missing"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Invalid value for VR DS")
+def test_a_wrong_element_is_named(tmp_path, elements, says):
+    file = write_dicom(tmp_path / "a.dcm", BYTES, **elements)
+    file.write_bytes(file.read_bytes().replace(b"9.5", b"9,5"))
+    with pytest.raises(BrokenImageError, match=says):
+        image_kind(file)
+
+
+def test_a_file_that_only_its_name_calls_dicom_is_told_what_it_lacks(tmp_path):
+    (tmp_path / "a.dcm").write_bytes(b"text" * 99)
+    refused(r"a\.dcm .*\(no DICOM file: the letters DICM are missing", options_of(tmp_path))
 
 
 def test_broken_files_are_named(tmp_path):

@@ -9,7 +9,9 @@ from fedssl.data.datasets import load_dataset
 from fedssl.data.files import list_files
 from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
+from fedssl.tables.dry_run import training_data
 from tests.fedssl.data.data_files import refused, write_image
+from tests.fedssl.reports.synthetic_runs import evaluated, write_run
 
 
 def a_folder(tmp_path: Path) -> DataOptions:
@@ -37,6 +39,34 @@ def test_files_that_are_left_out_are_named_but_what_programs_leave_behind_is_nei
     assert "fedssl: 3 files are left out of" in caplog.text
     assert "train/ant/notes.txt, train/bee/photo.heic, train/loose.png; images end with jpg," in caplog.text
     assert "dicom, and each must be in the folder of its class" in caplog.text
+
+
+def test_results_of_runs_are_no_images(tmp_path, caplog, tiny):
+    """With data.path=. a run, its report, a table, an export and MLflow's folder lie among the images."""
+    for name in ("cat/1.png", "dog/2.png", "dog/3.png", "dog/4.png"):
+        write_image(tmp_path / name, 50)
+    options = DataOptions(name="images", path=tmp_path, labels="folders", test_fraction=0.4)
+    images, _ = list_files(tmp_path, follow_links=False)
+    write_run(tmp_path / "runs" / "tiny-seed0", tiny(), evaluated(0, "knn", [40.0]))
+    write_image(tmp_path / "runs" / "tiny-seed0" / "figures" / "neighbours.png", 50)
+    write_image(tmp_path / "mlruns" / "0" / "map.png", 50)
+    write_image(tmp_path / "runs" / "table" / "iid.png", 50)
+    for name in ("runs/table/table.yaml", "runs/table/table.html", "encoder/config.json", "encoder/model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    results = ["encoder", "mlruns", "runs/table", "runs/tiny-seed0"]
+    left_out = [tmp_path / name for name in results]
+    found = list_files(tmp_path, follow_links=False)
+    assert (found[0], sorted(found[1])) == (images, left_out)
+    data = load_dataset(options, 0)
+    assert data.class_names == ("cat", "dog")
+    assert len(data.train_images) + len(data.test_images) == 4
+    assert f"results of runs are left out of {tmp_path}: encoder, mlruns, runs/" in caplog.text
+    assert "files are left out" not in caplog.text
+    assert training_data(options, 0, None).class_names == ("0", "1")
+    write_image(tmp_path / "runs" / "5.png", 50)
+    (tmp_path / "cow").mkdir()
+    refused("without an image: cow$", options)
 
 
 def test_links_are_followed_once_and_out_of_the_folder_only_if_that_is_asked_for(tmp_path):

@@ -1,17 +1,21 @@
 """Every kind of image file: what is read of it, or the reason why it is not; what the values of a TIFF mean."""
 
+import io
 import logging
 import struct
+import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
+import imagecodecs
 import numpy as np
-import PIL
 import pytest
+import tifffile
 from PIL import Image
 
 from fedssl.data.datasets import Dataset, load_dataset
-from fedssl.data.image_files import image_kind, read_pixels
+from fedssl.data.image_files import image_kind, read_pixels, stored_values
 from fedssl.data.image_kinds import BrokenImageError
 from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
@@ -206,7 +210,7 @@ CASES: dict[str, tuple[bytes, Any, np.ndarray | None]] = {
     "zero is white (0), 16 bits": (tiff(rows(RISING * 257, "<u2"), WHITE, 16), "full", 255 - RISING),
     "zero is white (0), 16 bits, compressed": (compressed(), "full", 255 - RISING),
     "zero is white (0), 32-bit floats": (tiff(rows(RISING / 255, "<f4"), WHITE, 32, **FLOAT), (0, 1), 255 - RISING),
-    "zero is white (0), 16 bits, big-endian": (tiff(rows(RISING * 257, ">u2"), WHITE, 16, ">"), "full", None),
+    "zero is white (0), 16 bits, big-endian": (tiff(rows(RISING * 257, ">u2"), WHITE, 16, ">"), "full", 255 - RISING),
     "zero is black (1), 1 bit": (tiff(ONE_BIT, BLACK, 1), None, np.array([0, 0, 0, 255])),
     "zero is black (1), 2 bits": (tiff(b"\x1b" * 4, BLACK, 2), None, RISING),
     "zero is black (1), 4 bits": (tiff(b"\x05\xaf" * 4, BLACK, 4), None, RISING),
@@ -223,7 +227,8 @@ CASES: dict[str, tuple[bytes, Any, np.ndarray | None]] = {
         *(tiff(rows(RISING * (2**32 - 1) // 255 - 2**31, "<i4"), BLACK, 32, **SIGNED), "full", RISING),
     ),
     "zero is black (1), 32-bit floats": (tiff(rows(RISING / 255, "<f4"), BLACK, 32, **FLOAT), (0, 1), RISING),
-    "zero is black (1), 64-bit floats": (tiff(rows(RISING / 255, "<f8"), BLACK, 64, **FLOAT), (0, 1), None),
+    "zero is black (1), 16-bit floats": (tiff(rows(RISING / 255, "<f2"), BLACK, 16, **FLOAT), (0, 1), RISING),
+    "zero is black (1), 64-bit floats": (tiff(rows(RISING / 255, "<f8"), BLACK, 64, **FLOAT), (0, 1), RISING),
     "gray with alpha": (
         *(tiff(rows(with_alpha(RISING[:, None], 9), "u1"), BLACK, 8, **GRAY_ALPHA, **UNASSOCIATED), None, RISING),
     ),
@@ -237,12 +242,12 @@ CASES: dict[str, tuple[bytes, Any, np.ndarray | None]] = {
         *(tiff(rows(with_alpha(FOUR // 2, 127), "u1"), 2, 8, **RGBA, **ASSOCIATED), None, FOUR // 2 * 255 // 127),
     ),
     "RGB (2), 16 bits": (tiff(rows(FOUR * 257, "<u2"), 2, 16, **RGB), "full", FOUR),
-    "RGB (2), 16 bits, a plane a colour": (tiff(planes(FOUR * 257, "<u2"), 2, 16, **RGB, **PLANES), "full", None),
+    "RGB (2), 16 bits, a plane a colour": (tiff(planes(FOUR * 257, "<u2"), 2, 16, **RGB, **PLANES), "full", FOUR),
     "palette (3), 2 bits": (tiff(b"\x1b" * 4, 3, 2, **PALETTE), None, FOUR),
     "mask (4), 1 bit": (tiff(ONE_BIT, 4, 1), None, None),
     "CMYK (5), 8 bits": (tiff(rows(255 - with_alpha(FOUR, 255), "u1"), 5, 8, **RGBA), None, FOUR),
-    "CMYK (5), 16 bits": (tiff(rows(65535 - with_alpha(FOUR, 255) * 257, "<u2"), 5, 16, **RGBA), "full", FOUR),
-    "YCbCr (6), 8 bits": (tiff(rows([[76, 85, 255]] * 4, "u1"), 6, 8, **RGB), None, ALL_RED),
+    "CMYK (5), 16 bits": (tiff(rows(65535 - with_alpha(FOUR, 255) * 257, "<u2"), 5, 16, **RGBA), None, FOUR),
+    "YCbCr (6), 8 bits": (tiff(rows([[76, 85, 255]] * 4, "u1"), 6, 8, **RGB, t530=[1, 1]), None, ALL_RED),
     "CIELab (8), 8 bits": (tiff(rows([[138, 81, 70]] * 4, "u1"), 8, 8, **RGB), None, ALL_RED),
     "ICCLab (9), a colour filter (32803)": (tiff(rows(FOUR, "u1"), 9, 8, **RGB), None, None),
 }
@@ -255,18 +260,16 @@ def test_the_table_has_these_rows():
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_of_the_table(tmp_path, name):
     content, window, expected = CASES[name]
-    if int(PIL.__version__.split(".")[0]) < 13 and name in ("gray with associated alpha", "YCbCr (6), 8 bits"):
-        expected = None
     file = tmp_path / "a.tif"
     file.write_bytes(content)
     if expected is None:
         with pytest.raises(
-            BrokenImageError, match=r"of one that is not read|plane each, which are not|this Pillow mixes"
+            BrokenImageError, match=r"photometric interpretation \d, which are not read; store gray or RGB"
         ):
             image_kind(file)
         return
     kind = image_kind(file)
-    assert (kind.deep == "no") == (window is None)
+    assert (not kind.deep) == (window is None)
     pixels = read_pixels(file, 4, 4, 1 if kind.gray else 3, window).astype(int)
     wanted = expected.reshape(4, 1, -1).T  # the same in each line
     assert np.abs(pixels - wanted).max() <= (6 if "CIELab" in name else 0)
@@ -282,3 +285,174 @@ def test_a_tiff_is_turned_upright_once(tmp_path, bits, orientation, wanted):
     assert (width, height) == ((4, 2) if orientation == 3 else (2, 4))
     pixels = read_pixels(tmp_path / "a.tif", height, width, 1, None if bits == 8 else "full")
     assert pixels[0, 0, :2].tolist() == wanted
+
+
+NOISE = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+
+
+def tiff_of(pixels: np.ndarray, **options: Any) -> bytes:
+    content = io.BytesIO()
+    tifffile.imwrite(content, pixels, **options)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "lost"),
+    [
+        *(("u1", {"compression": kind}, 0) for kind in ("lzw", "deflate", "zstd", "lzma", "packbits")),
+        *(("u1", {"compression": kind}, 4) for kind in ("jpeg", "webp")),
+        *((dtype, {"compression": kind}, 0) for kind in ("jpeg2000", "jpegxl") for dtype in ("u1", "u2")),
+        *(("f4", {"compression": "deflate", "predictor": predictor}, 0) for predictor in (None, 3)),
+        *((dtype, {"compression": "lzw", "predictor": 3}, 0) for dtype in ("f2", "f8")),
+        *(("u1", {"bigtiff": True, "byteorder": order}, 0) for order in "<>"),
+        *(("u2", {"compression": "lzw", "planarconfig": "separate", "byteorder": order}, 0) for order in "<>"),
+    ],
+)
+def test_compressions_of_a_tiff(tmp_path, dtype, options, lost):
+    """Values of smooth colours and their types; `lost` is of 255."""
+    smooth = np.stack([ramp(0, 255, "u1", 64), ramp(0, 255, "u1", 64).T, np.full((64, 64), 90, "u1")], 2)
+    most = {"u1": 255, "u2": 65535}.get(dtype, 1)
+    values = (smooth.astype(float) * most / 255).astype(dtype)
+    planes = values.transpose(2, 0, 1) if "planarconfig" in options else values
+    file = tmp_path / "a.tif"
+    file.write_bytes(tiff_of(planes, photometric="rgb", **options))
+    window = None if dtype == "u1" else (0.0, float(most))
+    assert image_kind(file).deep == (window is not None)
+    assert np.abs(read_pixels(file, 64, 64, 3, window).transpose(1, 2, 0).astype(int) - smooth).max() <= lost
+    if lost == 0 and window is not None:
+        assert np.array_equal(stored_values(file), values.reshape(-1, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"imagej": True, "truncate": True}, {"truncate": True}, {"ome": True}, {"imagej": True}, {}]
+)
+def test_a_stack_is_read_by_channel_also_behind_one_directory(tmp_path, caplog, options):
+    stack = np.random.default_rng(0).integers(0, 60_000, (3, 8, 9), dtype=np.uint16)
+    file = tmp_path / "a.tif"
+    file.write_bytes(tiff_of(stack, photometric="minisblack", **options))
+    assert (image_kind(file, 3).channels, image_kind(file, 3).frames) == (3, 1)
+    assert np.array_equal(stored_values(file, 3), stack.reshape(3, -1).T)
+    assert (image_kind(file).channels, image_kind(file).frames) == (1, 3)
+    assert np.array_equal(stored_values(file)[:, 0], stack[0].ravel())
+    with pytest.raises(BrokenImageError, match="1 channels, expected 4"):
+        read_pixels(file, 8, 9, 4, "full")
+    load_dataset(DataOptions(name="images", path=tmp_path, window="full", image_size=8), 0)
+    assert "1 file holds several images, of which the first is used" in caplog.text
+
+
+def test_the_largest_level_of_a_pyramid_that_is_not_too_large(tmp_path, monkeypatch):
+    file = tmp_path / "a.tif"
+    with tifffile.TiffWriter(file) as writer:
+        writer.write(NOISE, subifds=1, photometric="rgb")
+        writer.write(NOISE[::2, ::2], subfiletype=1, photometric="rgb")
+    assert np.array_equal(stored_values(file), NOISE.reshape(-1, 3))
+    monkeypatch.setattr("fedssl.data.tiff_files.MOST_PIXELS", 100)
+    assert image_kind(file).size == (8, 8)
+    assert np.array_equal(stored_values(file), NOISE[::2, ::2].reshape(-1, 3))
+
+
+@pytest.mark.parametrize("alpha", [False, True])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_all_bits_of_a_png_with_deep_colours(tmp_path, alpha, orientation):
+    values = np.random.default_rng(0).integers(0, 65536, (8, 8, 3 + alpha), dtype=np.uint16)
+    content = imagecodecs.png_encode(values)
+    exif = exif_of(orientation).removeprefix(b"Exif\0\0")
+    chunk = b"eXIf" + exif
+    content = content[:33] + struct.pack(">I", len(exif)) + chunk + struct.pack(">I", zlib.crc32(chunk)) + content[33:]
+    (tmp_path / "a.png").write_bytes(content)
+    turned = np.rot90(values[:, :, :3], {1: 0, 3: 2, 6: -1, 8: 1}[orientation])
+    kind = image_kind(tmp_path / "a.png")
+    assert (kind.deep, kind.channels, kind.alpha) == (True, 3, alpha)
+    assert np.array_equal(stored_values(tmp_path / "a.png"), turned.reshape(-1, 3))
+    pixels = read_pixels(tmp_path / "a.png", 8, 8, 3, (1000.0, 1255.0)).transpose(1, 2, 0)
+    assert np.array_equal(pixels, np.clip(turned.astype(int) - 1000, 0, 255))
+
+
+def test_transparency_that_is_left_out_is_told_once(tmp_path, caplog):
+    for name, kind in (("a.png", "PNG"), ("b.tif", "TIFF"), ("c.png", "PNG")):
+        (tmp_path / name).write_bytes(encoded(COLOUR.convert("RGB" if name == "c.png" else "RGBA"), kind))
+    load_dataset(DataOptions(name="images", path=tmp_path, image_size=16), 0)
+    assert f"transparency is left out of 2 of 3 images: {tmp_path}/a.png, {tmp_path}/b.tif" in caplog.text
+
+
+def directory(entries: dict[int, tuple[int, int, int]], after: bytes = bytes(99), following: int = 0) -> bytes:
+    """A TIFF of one directory as no program writes it: tags by type, count and value, then what follows."""
+    usual = {256: 64, 257: 64, 258: 8, 259: 1, 262: 1, 273: 8, 277: 1, 278: 64, 279: 99}
+    written = {tag: (4, 1, value) for tag, value in usual.items()} | entries
+    packed = b"".join(struct.pack("<HHII", tag, *entry) for tag, entry in sorted(written.items()))
+    return b"II*\0" + struct.pack("<IH", 8, len(written)) + packed + struct.pack("<I", following) + after
+
+
+def holding(compression: int, content: bytes) -> bytes:
+    return directory({259: (4, 1, compression), 273: (4, 1, 122), 279: (4, 1, len(content))}, content)
+
+
+def jpeg_2000_of(side: int) -> bytes:
+    """The header of a JPEG 2000 alone."""
+    sizes = struct.pack(">8IH", side, side, 0, 0, side, side, 0, 0, 1) + b"\7\1\1"
+    return b"\xff\x4f\xff\x51" + struct.pack(">HH", 41, 0) + sizes + bytes(99)
+
+
+LONG = 2**31 - 16
+HOSTILE = {
+    "huge": (directory({256: (4, 1, LONG), 257: (4, 1, LONG)}), "2147483632 x 2147483632 pixels, more than"),
+    "empty": (directory({256: (4, 1, 0), 257: (4, 1, 0)}), "0 x 0 pixels"),
+    "many samples": (directory({277: (3, 1, 65535)}), "65535 channels, expected 1 to 32"),
+    "deep": (directory({32997: (4, 1, 2**30)}), "pixels, more than"),
+    "huge tiles": (directory({322: (4, 1, LONG), 323: (4, 1, LONG), 324: (4, 1, 8), 325: (4, 1, 9)}), "tiles of 2147"),
+    "many tiles": (
+        *(directory({322: (4, 1, 16), 323: (4, 1, 16), 324: (4, 2**31, 8), 325: (4, 2**31, 8)}), "damaged TIFF"),
+    ),
+    "too few tiles": (directory({322: (4, 1, 16), 323: (4, 1, 16), 324: (4, 1, 8), 325: (4, 1, 9)}), "damaged TIFF"),
+    "values beyond the end": (directory({273: (4, 1, LONG)}), "the file is cut"),
+    "longer than the file": (directory({279: (4, 1, 2**32 - 1)}), "the file is cut"),
+    "enormous count of strips": (directory({273: (4, 2**32 - 1, 8)}), "damaged TIFF"),
+    "directory beyond the end": (b"II*\0" + struct.pack("<I", LONG) + bytes(99), "damaged TIFF"),
+    "enormous count of tags": (b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 2**62) + bytes(99), "damaged TIFF"),
+    "directories in a circle": (directory({}, following=8), "lead in a circle"),
+    "many directories": (
+        b"II*\0" + b"".join(struct.pack("<IH", 8 + 6 * i, 0) for i in range(30_000)),
+        "more than 20,000",
+    ),
+    "no palette": (directory({262: (3, 1, 3)}), "damaged TIFF|file is cut"),
+    "cut": (tiff_of(NOISE, compression="lzw", photometric="rgb")[:-99], "the file is cut"),
+    "garbage": (holding(5, b"\xff" * 99), "damaged TIFF"),
+    "zlib bomb": (holding(8, zlib.compress(bytes(2**27))), "damaged TIFF"),
+    "JPEG bomb": (holding(7, imagecodecs.jpeg8_encode(np.zeros((12_000, 8_000), "u1"))), "8000 x 12000 pixels"),
+    "JPEG 2000 bomb": (holding(34712, jpeg_2000_of(30_000)), "30000 x 30000 pixels"),
+    "JPEG XL bomb": (
+        holding(50002, b"\xff\x0a" + (2 << 1 | 29_999 << 3 | 1 << 21).to_bytes(9, "little")),
+        "30000 x 30",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_tiffs_are_refused_in_little_memory(tmp_path, name):
+    content, says = HOSTILE[name]
+    (tmp_path / "a.tif").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=rf"a\.tif cannot be read as an image \(.*({says})"):
+            load_dataset(DataOptions(name="images", path=tmp_path, image_size=8), 0)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_part_of_a_tiff_that_points_at_its_own_directory_ends(tmp_path):
+    (tmp_path / "a.tif").write_bytes(directory({330: (4, 1, 8)}))
+    assert image_kind(tmp_path / "a.tif").size == (64, 64)
+
+
+def test_a_tiff_reads_no_other_file(tmp_path):
+    """OME's header may name files: of another TIFF only what is in it is read."""
+    stack = np.arange(2 * 8 * 8, dtype=np.uint16).reshape(2, 8, 8)
+    (tmp_path / "b.tif").write_bytes(tiff_of(stack, ome=True, photometric="minisblack"))
+    names = b'<TiffData IFD="0" PlaneCount="2"><UUID FileName="b.tif">urn:uuid:1</UUID></TiffData>'
+    header = (tmp_path / "b.tif").read_bytes()
+    text = header[header.index(b"<?xml") : header.index(b"</OME>") + 6].decode()
+    named = text.replace('<TiffData IFD="0" PlaneCount="2"/>', names.decode())
+    (tmp_path / "a.tif").write_bytes(tiff_of(stack[0] * 0, metadata=None, description=named, photometric="minisblack"))
+    assert not stored_values(tmp_path / "a.tif").any()
+    assert not (image_kind(tmp_path / "a.tif", 2).channels == 2 and stored_values(tmp_path / "a.tif", 2).any())

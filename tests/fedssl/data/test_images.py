@@ -98,6 +98,41 @@ def test_labels_from_folders_with_train_and_test(tmp_path, name):
     refused(r"classes that train/ lacks: dog", options)
 
 
+@pytest.mark.parametrize(("train", "test"), [("Train", "Test"), ("training", "TESTING"), ("train", "val")])
+@pytest.mark.parametrize("name", ["images", "folder"])
+def test_splits_in_any_usual_spelling_are_no_classes(tmp_path, caplog, name, train, test):
+    for split, count in ((train, 3), (test, 2)):
+        for number in range(count):
+            write_image(tmp_path / split / "ab"[number % 2] / f"{number}.png", number)
+    data = load_dataset(of_classes(tmp_path, name), 0)
+    assert data.class_names == ("a", "b")
+    assert (data.train_labels.tolist(), data.test_labels.tolist()) == ([0, 0, 1], [0, 1])
+    assert (f"the test images are those in {tmp_path / test}" in caplog.text) == (test != "test")
+    found = summarise({"name": "images", "path": str(tmp_path), "labels": "folders"})
+    assert (found.images, found.side) == (3, 32)
+    write_image(tmp_path / "validation" / "a" / "1.png", 1)
+    if test != "val":
+        assert len(load_dataset(of_classes(tmp_path, name), 0).test_labels) == 2
+    else:
+        says = "holds val/ and validation/, which both mean its val images"
+        refused(says, of_classes(tmp_path, name))
+        with pytest.raises(UserError, match=says):
+            summarise({"name": "images", "path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("folders", [["train"], ["Validation", "cat"], ["test", "val"]])
+def test_one_split_without_another_is_no_class(tmp_path, folders):
+    for folder in folders:
+        for number in range(5):
+            write_image(tmp_path / folder / "x" / f"{number}.png", number)
+    refused(
+        f"{tmp_path / folders[0]} has the name of a split, but .*: set data.path to that folder itself",
+        options_of(tmp_path, labels="folders"),
+    )
+    assert len(load(tmp_path).train_images) == 5 * len(folders)
+    assert summarise({"name": "images", "path": str(tmp_path)}).images == 5 * len(folders)
+
+
 def test_public_images_of_a_nested_folder(tmp_path):
     for file in ("a/1.png", "public/deep/1.PNG", "public/2.jpeg"):
         write_image(tmp_path / file, 50, "L")
@@ -106,6 +141,8 @@ def test_public_images_of_a_nested_folder(tmp_path):
     assert public.shape == (2, 1, 8, 8)
     assert public.unique().tolist() == [50]
     write_image(tmp_path / "public" / "3.png", 30)
+    assert load(tmp_path / "a", public_path=tmp_path / "public").public_images.shape == (3, 1, 8, 8)
+    write_image(tmp_path / "public" / "4.png", 30)
     refused("in colour", options_of(tmp_path / "a", public_path=tmp_path / "public"))
 
 
@@ -230,6 +267,49 @@ def test_several_folders_are_one_set_and_each_can_be_a_client(tmp_path):
         DataOptions(name="npz", path=tmp_path / "a.npz", more_paths=[tmp_path])
 
 
+NAMES = {
+    "no ending": lambda name: name.removesuffix(".png"),
+    "another ending": lambda name: name.replace(".png", ".PNG"),
+    "another machine": lambda name: f"/home/else/scans/{name}",
+    "Windows": lambda name: "D:\\scans\\" + name.replace("/", "\\"),
+    "the folder's own name": lambda name: f"images/{name}",
+    "no zeros": lambda name: name.replace("/0", "/").replace("/0", "/"),
+    "no folder": lambda name: Path(name).name,
+    "no folder, ending and zeros": lambda name: str(int(Path(name).stem)),
+}
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_names_in_a_table_that_are_nearly_the_files_names_are_matched_where_one_file_alone_fits(form, tmp_path, caplog):
+    """The files of two folders have other names, but for the forms that name the folder."""
+    text, shift = "file,label\n", 0 if form in ("another machine", "Windows", "no zeros") else 4
+    for number in range(8):
+        name = f"{'ab'[number // 4]}/{number % 4 + shift * (number // 4):03}.png"
+        text += f"{NAMES[form](name)},{['x', 'y'][number % 2]}\n"
+        write_image(tmp_path / "images" / name, 20 * number)
+    (tmp_path / "table.csv").write_text(text)
+    data = load(tmp_path / "images", labels=tmp_path / "table.csv", test_fraction=0.4)
+    assert [value // 20 % 2 for value in reds(data)] == data.train_labels.tolist()
+    assert len(data.train_images) + len(data.test_images) == 8
+    assert (
+        "8 of the table's 8 names are not the files' names, and are taken for those that alone are like" in caplog.text
+    )
+
+
+def test_a_tables_names_of_other_files_are_said_to_be_so(tmp_path):
+    for number in range(4):
+        write_image(tmp_path / "images" / "ab"[number % 2] / f"{number // 2}.png", number)
+    table = tmp_path / "table.csv"
+    for names in (["0", "1"], ["scan7.png", "scan8.png"]):  # of two files each, or of none
+        table.write_text("".join(["file,label\n", *(f"{name},x\n" for name in names)]))
+        says = rf"the names in it are not the files' names: it has {names[0]} and .*images has a/0\.png; correct"
+        refused(says, options_of(tmp_path / "images", labels=table))
+    table.write_text("file,label\na/0.png,x\na/1.png,y\nb/0.png,x\nc/1.png,y\n")  # which need not be b/1.png
+    refused(
+        r"c/1\.png cannot be read as an image \(there is no such file\)", options_of(tmp_path / "images", labels=table)
+    )
+
+
 def test_files_and_table_that_do_not_agree(tmp_path, caplog):
     table = a_table(tmp_path)
     write_image(tmp_path / "images" / "extra.png", 1)
@@ -276,7 +356,7 @@ def test_bad_tables(tmp_path, content, says):
 def test_bad_folders(tmp_path):
     refused(r"there is no folder .*gone; set data\.path", options_of(tmp_path / "gone"))
     refused(r"holds no image that can be used", options_of(tmp_path))
-    refused(r"no folder .*train; data\.path must hold", of_classes(tmp_path, "folder"))
+    refused(r"lacks train/ or test/; data\.path must hold", of_classes(tmp_path, "folder"))
     write_image(tmp_path / "a" / "1.png", 1)
     refused(r"data\.test_fraction=0\.2 leaves no test image of 1", options_of(tmp_path, labels="folders"))
     write_image(tmp_path / "test" / "a" / "1.png", 1)

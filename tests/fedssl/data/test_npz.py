@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import re
 import resource
 import struct
 import tracemalloc
@@ -63,7 +64,30 @@ def test_masks_of_0_and_1(tmp_path, caplog):
     assert load_npz(save(tmp_path / "a.npz", x=mask == 1)).train_images.unique().tolist() == [0, 255]
     assert caplog.text == ""
     assert load_npz(save(tmp_path / "b.npz", x=mask)).train_images.unique().tolist() == [0, 1]
-    assert "has no pixel above 1 of 255, so that all is black: save pixels of 0 and 1 as type bool" in caplog.text
+    assert ": all pixels are from 0 to 1 of 255" in caplog.text
+
+
+@pytest.mark.parametrize("most", [1.0000001, 1.05])
+def test_floats_that_resizing_has_brought_somewhat_above_1_are_those_of_0_to_1(tmp_path, caplog, most):
+    x_train, x_test = np.random.default_rng(0).random((2, 6, 8, 8))
+    x_train[3, 2, 2], y = most, np.zeros(6, int)
+    images = load_npz(save(tmp_path / "a.npz", x_train=x_train, x_test=x_test, y_train=y, y_test=y))
+    for found, wanted in ((images.train_images, x_train), (images.test_images, x_test)):
+        assert np.array_equal(found[:, 0], np.rint(np.minimum(wanted, 1) * 255))
+    assert re.search(r"x_train in .* has 1 of 384 values above 1, up to 1\.0[05]", caplog.text)
+
+
+def test_floats_of_neither_range_are_refused_and_those_of_a_dark_set_are_told(tmp_path, caplog):
+    x = np.random.default_rng(0).random((6, 8, 8))
+    x[3, 2, 2] = 200.0
+    says = r"x in .* has floats up to 200, but most of those above 0 are at most 1; expected floats in \[0, 1\] or in"
+    refused(says, DataOptions(name="npz", path=save(tmp_path / "a.npz", x=x)))
+    sparse = np.zeros((6, 8, 8))
+    sparse[:, 1, 1] = 200.0
+    assert load_npz(save(tmp_path / "b.npz", x=sparse)).train_images.unique().tolist() == [0, 200]
+    assert caplog.text == ""
+    load_npz(save(tmp_path / "c.npz", x=1 + x / 200))
+    assert ": all pixels are from 1 to 2 of 255, from which nothing can be learned" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", ">f4", "i8"])

@@ -31,8 +31,10 @@ def folder_of(tmp_path, pixels: np.ndarray, suffix: str, **options: object) -> D
 )
 def test_deep_files_need_a_window_and_keep_their_grays(tmp_path, dtype, suffix, low, high):
     pixels = ramp(low, high, dtype)
-    first = rf"train/a/0\{suffix} has pixels of more than 8 bits, as 4 of 4 files have \(values {low:g} to {high:g}"
-    refused(rf"{first}.*data\.window=\[{low:g},{high:g}\]", folder_of(tmp_path, pixels, suffix))
+    kind = "floats" if dtype == "f4" else "pixels of more than 8 bits"
+    first = rf"train/a/0\{suffix} has {kind}, as 4 of 4 files have \(values {low:g} to {high:g}"
+    full = r"data\.window=per_image" if dtype == "f4" else r"data\.window=full"
+    refused(rf"{first}.*data\.window=\[{low:g},{high:g}\] [^,]*, or {full}", folder_of(tmp_path, pixels, suffix))
     images = load_dataset(folder_of(tmp_path, pixels, suffix, window=(low, high)), 0).train_images
     assert images.shape == (2, 1, 16, 16)
     wanted = np.rint((pixels.astype(float) - low) / (high - low) * 255)
@@ -48,13 +50,16 @@ def test_deep_files_need_a_window_and_keep_their_grays(tmp_path, dtype, suffix, 
         assert np.array_equal(load_dataset(full, 0).train_images[0, 0].numpy(), np.rint(share * 255))
 
 
-def test_deep_colours_are_only_read_as_the_full_window_says(tmp_path):
+def test_deep_colours_need_a_window_and_those_of_a_pixmap_are_not_read(tmp_path):
     options = folder_of(tmp_path, np.zeros((8, 8, 3), np.uint8), ".png")
     (tmp_path / "train" / "a" / "0.png").write_bytes(deep_colour_png(0x8000))
-    refused(r"0\.png has colours of 16 bits.*data\.window=full", options)
-    refused(r"colours of 16 bits", options.model_copy(update={"window": "per_image"}))
-    images = load_dataset(options.model_copy(update={"window": "full"}), 0).train_images
-    assert images[0].unique().tolist() == [0x80]
+    refused(r"0\.png has pixels of more than 8 bits, as 1 of 4 files have \(values 32768 to 32768", options)
+    for window, value in (("full", 0x80), ((0x7F00, 0x8100), 128)):
+        images = load_dataset(options.model_copy(update={"window": window}), 0).train_images
+        assert images[0].unique().tolist() == [value]
+    (tmp_path / "train" / "a" / "0.ppm").write_bytes(b"P6 8 8 65535\n" + bytes(8 * 8 * 6))
+    says = r"0\.ppm .*\(colours of 16 bits in a PPM, which are not read; store them as PNG or TIFF"
+    refused(says, options.model_copy(update={"window": "full"}))
 
 
 def test_a_window_leaves_8_bits_alone(tmp_path):

@@ -4,6 +4,7 @@ import gc
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from fedssl.data import stored_images
 from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.stored_images import ChosenImages, Images, StoredImages, rows_in_place
+from fedssl.data.summary import summarise
 from fedssl.errors import UserError
 from tests.fedssl.data.data_files import full_disk, random_pixels, refused
 from tests.fedssl.data.image_samples import save_array
@@ -150,6 +152,35 @@ def test_broken_files_are_remembered(folder, caplog):
         assert caplog.text.count("2 of 30 files cannot be read as images") == 2
         assert stored.train_images[:].equal(memory.train_images)
     refused(r"2 of 30 files cannot be read as images", options_of(folder))
+
+
+@pytest.mark.parametrize(("most", "channels"), [((8, 8), 1), ((8, 8, 3), 3)])
+def test_the_majority_decides_what_images_are_and_the_others_are_named(tmp_path, caplog, most, channels):
+    for number in range(20):
+        save_array(tmp_path / f"{number}.png", random_pixels(*most, seed=number))
+    save_array(tmp_path / "logo.png", random_pixels(90, 80, *([3] if channels == 1 else []), seed=99))
+    images = load_dataset(options_of(tmp_path, None, labels=None), 0).train_images
+    assert images.shape == (21, channels, 16, 16)
+    what = "in colour and become grey" if channels == 1 else "grey and become three equal channels"
+    assert f"1 of 21 images are {what}, as most images are: {tmp_path}/logo.png" in caplog.text
+    assert f"1 of 21 images are not of 8 x 8 pixels, as the others are: {tmp_path}/logo.png (80 x 90)" in caplog.text
+    summary = summarise({"name": "images", "path": str(tmp_path)})
+    assert (summary.channels, summary.side) == (channels, 8)
+
+
+def test_grey_arrays_that_become_three_equal_channels_are_told(tmp_path, caplog):
+    np.save(tmp_path / "a.npy", random_pixels(8, 8))
+    images = load_dataset(options_of(tmp_path, None, labels=None, channels=3), 0).train_images
+    assert images.shape[1] == 3
+    says = "1 of 1 images are grey and become three equal channels, as data.channels=3 says"
+    assert f"{says}: {tmp_path}/a.npy" in caplog.text
+
+
+def test_image_files_that_are_all_nearly_black_are_told(tmp_path, caplog):
+    for number in range(3):
+        save_array(tmp_path / f"{number}.png", random_pixels(8, 8, seed=number) % 2)
+    load_dataset(options_of(tmp_path, None, labels=None), 0)
+    assert f"the images in {tmp_path}: all pixels are from 0 to 1 of 255" in caplog.text
 
 
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):

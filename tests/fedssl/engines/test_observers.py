@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import Mock, call
 
 import pytest
@@ -124,23 +125,76 @@ def test_an_observer_that_reaches_no_server_is_named_and_the_round_is_kept(recip
     """The class Observer, which the file imports, is not taken for the file's own."""
     method = "def round_ended(self, number, rows):\n        raise ConnectionError('no route to host')"
     (tmp_path / "mine.py").write_text(MINE.replace("pass", method))
-    failure = r"the observer .*mine\.py, round_ended failed: ConnectionError: no route to host"
+    failure = r"the observer .*mine\.py, round_ended failed in line 4: ConnectionError: no route to host"
     with pytest.raises(UserError, match=failure):
         run(recipe, tmp_path / "run", load_observer(tmp_path / "mine.py"))
     assert RunDirectory.open(tmp_path / "run").checkpoint.round == 0
+
+
+@pytest.mark.parametrize("method", ["run_began", "round_ended", "warn"])
+def test_any_failure_of_an_observer_is_one_line_that_names_it_and_its_line(method, tmp_path):
+    """mlflow's errors are of types of its own, and take several lines."""
+    body = f"def {method}(self, *arguments):\n        raise KeyError('not\\nallowed')"
+    (tmp_path / "mine.py").write_text(MINE.replace("pass", body))
+    with pytest.raises(UserError) as caught:
+        getattr(load_observer(tmp_path / "mine.py"), method)(0, ())
+    with pytest.raises(UserError, match=rf"mine\.py, {method} failed: TypeError: .* unexpected keyword argument 'x'"):
+        getattr(load_observer(tmp_path / "mine.py"), method)(x=1)
+    assert str(caught.value) == (
+        f"the observer {tmp_path / 'mine.py'}, {method} failed in line 4: KeyError: 'not\\nallowed'; finished rounds "
+        "are kept: correct the observer or leave it out, and continue with fedssl run --resume RUN"
+    )
 
 
 # The page
 
 
 def with_the_pages_example(title: str, recipe: Recipe, folder: Path, stops_after: int) -> list[MetricRow]:
-    """Log a run that is stopped after a round and resumed; gives its metrics."""
+    """Log a run that is stopped after a round and resumed with one round more; gives its metrics."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (folder / "example.py").write_text(next(block for block in blocks if f"class {title}" in block))
     stops = Recorder(fails_after=stops_after)
     with pytest.raises(ConnectionError):
         run(recipe, folder / "run", Observers([load_observer(folder / "example.py"), stops]))
-    return resume(folder / "run", load_observer(folder / "example.py")).read_metrics()
+    more = [f"rounds={recipe.rounds + 1}"]
+    return resume(folder / "run", load_observer(folder / "example.py"), overrides=more).read_metrics()
+
+
+class MlflowWithoutServer(ModuleType):
+    """Keeps one run's parameters, which never change, tags and metrics, as mlflow does."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.params: dict[str, object] = {}
+        self.tags: dict[str, object] = {}
+        self.metrics: list[tuple[int, str, float]] = []
+
+    def start_run(self, run_id: str | None, run_name: str) -> Mock:
+        assert run_id == ("abc" if self.params else None)
+        return Mock(**{"info.run_id": "abc"})
+
+    def log_params(self, params: dict[str, object]) -> None:
+        if self.params.items() - params.items():
+            raise RuntimeError("INVALID_PARAMETER_VALUE: Changing param values is not allowed.")
+        self.params |= params
+
+    def set_tags(self, tags: dict[str, object]) -> None:
+        self.tags |= tags
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics += [(step, name, value) for name, value in metrics.items()]
+
+    def end_run(self, status: str) -> None:
+        self.status = status
+
+
+def test_the_example_for_mlflow_logs_a_run_that_goes_on_with_more_rounds(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow := MlflowWithoutServer())
+    rows = with_the_pages_example("MLflowLogger", recipe, tmp_path, stops_after=1)
+    assert mlflow.params == {"recipe": recipe.name, "seed": recipe.seed}
+    assert mlflow.tags == {"rounds": 4}
+    assert mlflow.metrics == [(number, f"{metric}/{who}", value) for number, who, metric, value in rows]
+    assert mlflow.status == "FINISHED"
 
 
 def test_the_example_for_mlflow_logs_a_run_that_is_stopped_and_resumed(recipe, tmp_path, monkeypatch):
@@ -152,7 +206,8 @@ def test_the_example_for_mlflow_logs_a_run_that_is_stopped_and_resumed(recipe, t
     client = mlflow.MlflowClient()
     (logged,) = client.search_runs(["0"])
     assert (logged.info.run_name, logged.info.status) == ("run", "FINISHED")
-    assert logged.data.params == {"recipe": recipe.name, "seed": str(recipe.seed), "rounds": "3"}
+    assert logged.data.params == {"recipe": recipe.name, "seed": str(recipe.seed)}
+    assert logged.data.tags["rounds"] == "4"
     history = [m for key in logged.data.metrics for m in client.get_metric_history(logged.info.run_id, key)]
     expected = {(number, f"{metric}/{who}", value) for number, who, metric, value in rows}
     assert {(m.step, m.key, m.value) for m in history} == expected
@@ -164,8 +219,12 @@ def test_the_example_for_weights_and_biases_calls_it_so(recipe, tmp_path, monkey
     wandb.init.return_value.id = "abc"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     rows = with_the_pages_example("WandbLogger", recipe, tmp_path, stops_after=2)
-    settings = {"project": "fedssl", "resume": "allow", "name": "run", "config": recipe.model_dump(mode="json")}
-    logs = [call.init().log({f"{m}/{who}": v for number, who, m, v in rows if number == n}, step=n) for n in range(4)]
-    begin, again = call.init(**settings, id=None), call.init(**settings, id="abc")
+    settings = {"project": "fedssl", "resume": "allow", "name": "run", "allow_val_change": True}
+    config = recipe.model_dump(mode="json")
+    logs = [call.init().log({f"{m}/{who}": v for number, who, m, v in rows if number == n}, step=n) for n in range(5)]
+    begin, again = (
+        call.init(**settings, config=config, id=None),
+        call.init(**settings, config=config | {"rounds": 4}, id="abc"),
+    )
     ends = [call.init().finish(exit_code=code) for code in (1, 0)]
-    assert wandb.mock_calls == [begin, *logs[:3], ends[0], again, logs[3], ends[1]]
+    assert wandb.mock_calls == [begin, *logs[:3], ends[0], again, *logs[3:], ends[1]]

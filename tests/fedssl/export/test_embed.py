@@ -89,6 +89,32 @@ def test_a_table_of_several_folders_holds_what_the_arrays_hold(suffix, exported,
     assert (np.array([row[1:] for row in rows]).astype(np.float32) == features.numpy()).all()
 
 
+def test_the_names_in_a_table_are_the_files_names(exported, tmp_path):
+    """Whatever a spreadsheet would compute: another table is joined by these names."""
+    names = ["+1+1.png", "-1.png", "=a.png", "@b.png"]
+    for name in names:
+        save_array(tmp_path / "images" / name, np.zeros((8, 8), np.uint8))
+    embed_images(exported[0], tmp_path / "images", tmp_path / "table.csv")
+    assert [row["file"] for row in csv.DictReader((tmp_path / "table.csv").open())] == names
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_an_image_is_read(exported, tmp_path, monkeypatch):
+    save_array(tmp_path / "images" / "1.png", np.zeros((8, 8), np.uint8))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("fedssl.export.embed.extract_outputs", lambda *_: pytest.fail("an image was embedded"))
+    monkeypatch.setattr("fedssl.export.encoder_folder.encoder_of_run", lambda *_: pytest.fail("a run was read"))
+    for output, says in (
+        (tmp_path / "images", r"images is a folder: name the file to write, such as \S+images/FILE"),
+        (tmp_path / "file" / "a.npz", "file/a.npz cannot be written: Not a directory"),
+        (Path("/proc/a/b.npz"), "/proc/a/b.npz cannot be written"),
+    ):
+        with pytest.raises(UserError, match=says):
+            embed_images(exported[0], tmp_path / "images", output)
+        if output.suffix:
+            with pytest.raises(UserError, match="cannot be written"):
+                export_encoder(exported[1], output)
+
+
 def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, embedded, tmp_path):
     _, run, federation = exported
     grey = federation.dataset.test_images[:1]

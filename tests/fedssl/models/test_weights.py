@@ -1,6 +1,8 @@
 """Weights that a run starts from: what is loaded, what is left out, and what is refused by name."""
 
+import argparse
 import pickle
+import re
 import shutil
 import warnings
 import zipfile
@@ -94,6 +96,80 @@ def test_the_forms_of_a_file(tmp_path):
     for name in ("a.safetensors", "b.pt", "c.pth.tar"):
         assert same(read(tmp_path / name), state)
         assert digest(read(tmp_path / name)) == digest(state)
+
+
+def others_form(name, state):
+    """The encoder's tensors as the code of a paper stores them, with others beside them."""
+    head = {"fc.0.weight": torch.ones(2, 2), "fc.2.bias": torch.ones(2)}
+
+    def under(prefix, tensors):
+        return {f"{prefix}{key}": tensor for key, tensor in tensors.items()}
+
+    noise = {key: tensor + 1 for key, tensor in state.items()}
+    return {
+        "solo-learn": {"state_dict": under("backbone.", state) | under("classifier.", head), "epoch": 3},
+        "Lightning": {"state_dict": under("model.", state), "optimizer_states": [{"state": {0: torch.ones(2)}}]},
+        "MAE": {"model": under("encoder.", state) | under("decoder.", head)},
+        "nested": {"epoch": 3, "network": {"trunk": dict(state), "head": head}},
+        "DINO": {
+            "student": under("module.backbone.", noise) | under("module.head.", head),
+            "teacher": under("backbone.", state) | under("head.", head),
+            "args": argparse.Namespace(arch="vit"),
+        },
+        "MoCo": {"state_dict": under("module.encoder_q.", state | head) | under("module.encoder_k.", noise | head)},
+        "BYOL": under("online_encoder.net.", state) | under("target_encoder.net.", noise),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["solo-learn", "Lightning", "MAE", "nested"])
+def test_the_prefix_under_which_all_of_the_encoders_names_lie_is_found_and_said(name, tmp_path):
+    state, encoder = drawn("small_convnet").state_dict(), build_encoder("small_convnet", 1, 8)
+    torch.save(others_form(name, state), tmp_path / "a.pt")
+    with pytest.warns(UserWarning, match="the encoder's weights are those whose names begin with") as caught:
+        load_weights(encoder, read(tmp_path / "a.pt"), "small_convnet", "a.pt")
+    prefix = {"solo-learn": "backbone", "Lightning": "model", "MAE": "encoder", "nested": "network.trunk"}[name]
+    assert f"begin with {prefix}." in str(caught[0].message)
+    assert same(encoder.state_dict(), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("DINO", ["student.module.backbone", "teacher.backbone"]),
+        ("MoCo", ["encoder_k", "encoder_q"]),
+        ("BYOL", ["online_encoder.net", "target_encoder.net"]),
+    ],
+)
+def test_of_several_networks_in_a_file_one_is_chosen(name, choices, tmp_path):
+    state, path = drawn("small_convnet").state_dict(), tmp_path / "a.pt"
+    torch.save(others_form(name, state), path)
+    encoder = build_encoder("small_convnet", 1, 8)
+    says = f"{path} holds {len(choices)} networks that fit small_convnet: {', '.join(choices)}; choose one, such as "
+    with pytest.raises(UserError, match=re.escape(f"{says}model.weights={path}:{choices[0]}")):
+        load_weights(encoder, read(path), "small_convnet", str(path))
+    chosen = next(
+        choice
+        for choice in choices
+        if choice not in ("student.module.backbone", "encoder_k") and "target" not in choice
+    )
+    weights = read(f"{path}:{chosen}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if name == "MoCo" else "error")
+        load_weights(encoder, weights, "small_convnet", str(path))
+    assert same(encoder.state_dict(), state)
+    if name == "DINO":
+        with pytest.warns(UserWarning, match=r"begin with backbone\., and 2 others are left out"):
+            load_weights(encoder, read(f"{path}:teacher"), "small_convnet", str(path))
+    with pytest.raises(UserError, match=r"a\.pt holds no tensors whose names begin with nothing\.: it has"):
+        read(f"{path}:nothing")
+
+
+def test_layers_that_the_encoder_lacks_are_no_head_that_is_left_out():
+    state = {f"net.{name}": tensor for name, tensor in drawn("small_convnet").state_dict().items()}
+    with pytest.raises(UserError, match=r"in no layer of the encoder: blocks\.99\.weight"):
+        load_weights(
+            build_encoder("small_convnet", 1, 8), state | {"net.blocks.99.weight": torch.ones(1)}, "small_convnet", "x"
+        )
 
 
 class Evil:

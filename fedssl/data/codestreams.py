@@ -1,0 +1,72 @@
+"""What JPEG, JPEG-LS, JPEG 2000 or JPEG XL data in a DICOM file or a TIFF says of itself: its header may contradict."""
+
+from dataclasses import dataclass
+
+_JPEG_2000_BEGINS = b"\xff\x4f\xff\x51"
+_CODING_STYLE = b"\xff\x52"
+_NO_FRAME = (0xC4, 0xC8, 0xCC)  # the markers from C0 to CF that do not begin a JPEG's frame
+_JPEG_LS_FRAME = 0xF7
+_JPEG_XL_BOX = b"jxlc"
+_JPEG_XL_BITS = (9, 13, 18, 30)  # of a length, by its first two bits
+_JPEG_XL_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # of width and height
+
+
+@dataclass(frozen=True)
+class Codestream:
+    """The size in pixels, the samples a pixel and the bits a sample of compressed data.
+
+    `transformed` says whether JPEG 2000 stores its colours transformed: decoding then gives red, green and blue.
+    """
+
+    width: int
+    height: int
+    samples: int
+    bits: int
+    transformed: bool = False
+
+
+def read_codestream(data: bytes) -> Codestream | None:
+    """Read the headers of compressed data alone; None is returned for other data."""
+    start = data.find(_JPEG_2000_BEGINS, 0, 2**10)  # boxes may lie before it
+    if start >= 0 and len(data) > start + 42:  # ISO 15444-1, A.5.1 and A.6.1
+        right, lower, left, upper = (_number(data, start + place, 4) for place in (8, 12, 16, 20))
+        style = data.find(_CODING_STYLE, start + 4 + _number(data, start + 4, 2))
+        transformed = style >= 0 and data[style + 8 : style + 9] == b"\1"
+        return Codestream(
+            right - left, lower - upper, _number(data, start + 40, 2), (data[start + 42] & 127) + 1, transformed
+        )
+    box = data.find(_JPEG_XL_BOX, 0, 2**10)
+    if data[:2] == b"\xff\x0a" or box >= 0:
+        return _of_jpeg_xl(data[max(0, box + 4 if box >= 0 else 0) + 2 :][:16])
+    place = 2 if data[:2] == b"\xff\xd8" else len(data)
+    while place + 9 < len(data) and data[place] == 0xFF:  # ISO 10918-1, B.2.2
+        marker = data[place + 1]
+        if marker == _JPEG_LS_FRAME or (0xC0 <= marker <= 0xCF and marker not in _NO_FRAME):
+            return Codestream(
+                _number(data, place + 7, 2), _number(data, place + 5, 2), data[place + 9], data[place + 4]
+            )
+        place += 2 + _number(data, place + 2, 2) if marker != 0xFF else 1
+    return None
+
+
+def _of_jpeg_xl(header: bytes) -> Codestream:
+    """Read the size alone (ISO 18181-1, SizeHeader), whose bits begin with the lowest of each byte."""
+    bits = int.from_bytes(header, "little")
+
+    def take(count: int) -> int:
+        nonlocal bits
+        value, bits = bits & (2**count - 1), bits >> count
+        return value
+
+    small = take(1)
+
+    def length() -> int:
+        return 8 * (take(5) + 1) if small else take(_JPEG_XL_BITS[take(2)]) + 1
+
+    height, ratio = length(), take(3)
+    across, down = _JPEG_XL_RATIOS[ratio - 1]
+    return Codestream(height * across // down if ratio else length(), height, 1, 8)
+
+
+def _number(data: bytes, place: int, size: int) -> int:
+    return int.from_bytes(data[place : place + size], "big")
