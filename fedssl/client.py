@@ -86,14 +86,10 @@ class LocalRound:
         """Log a number, or a scalar tensor, which is read only when the round is over; metrics are means over steps."""
         self._logged[name].append(value)
 
-    def logged_tensors(self) -> list[Tensor]:
-        """Return the scalars that were logged as tensors, in an order that follows from what was logged."""
-        return [value for values in self._logged.values() for value in values if isinstance(value, Tensor)]
-
     def logged(self) -> dict[str, float]:
         """Return the mean of what was logged by each name; tensors of one device and dtype are read together."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for tensor in self.logged_tensors():
+        for tensor in (value for values in self._logged.values() for value in values if isinstance(value, Tensor)):
             kinds[tensor.device, tensor.dtype].append(tensor)
         read = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in kinds.items()}
         means = {}

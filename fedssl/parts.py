@@ -46,11 +46,6 @@ class Part(Options):
         """Name a part that is made in Python, so that the recipe of a run can be read back."""
         return {"name": _name_of(cls)} | values if isinstance(values, dict) else values
 
-    @classmethod
-    def is_data_parallel(cls) -> bool:
-        """Return whether this class itself, and not one that it derives from, declares `data_parallel`."""
-        return bool(vars(cls).get("data_parallel", False))
-
     def recorded(self, image_shape: tuple[int, ...]) -> Self:
         """Return the part as a run on images [C, H, W] records it, for instance with digests of files that it reads."""
         return self

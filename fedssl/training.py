@@ -20,7 +20,6 @@ from .data.batches import Prefetch, batches_of_epoch, device_batches, round_batc
 from .errors import UserError
 from .evaluation.metrics import effective_rank
 from .messages import Message
-from .models.data_parallel import own_share
 from .models.model import Model
 from .models.precision import Precision, networks_compute_in, with_channels_last
 from .objectives.base import Step
@@ -31,9 +30,9 @@ from .regularizers.base import Regularizer
 _OPTIMIZER = "optimizer/"
 #: by which float16's first loss of a round is multiplied; torch's own 2^16 is too large: first steps would be left out
 _FIRST_LOSS_SCALE = 2.0**10
-#: share of a run over which `warmup_cosine` rises
 _COLLAPSED = 0.25  # of the highest effective rank of a batch that began a round
 _HIGHEST_RANK = "highest rank"  # in a client's memory
+#: share of a run over which `warmup_cosine` rises
 _WARMUP = 0.05
 STEP_COSTS = StepCosts()
 
@@ -57,12 +56,6 @@ class TrainingOptions(Options):
         "those of local_epochs)",
     )
     batch_size: int = Field(200, ge=2, description="images a step; an epoch's incomplete last batch is left out")
-    processes: int = Field(
-        1,
-        ge=1,
-        description="processes that train each client together, under the engine in-process: each takes an equal share "
-        "of every batch, on CUDA on a GPU of its own. The result is that of one process but for rounding",
-    )
     optimizer: Literal["sgd", "adam", "adamw"] = Field(
         "sgd", description="a new one starts in every round, unless the local update keeps it (keep_own)"
     )
@@ -153,9 +146,6 @@ def train_locally(
     The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
     `cuda_memory`, the allocator's own peak in bytes. A process counts each kind of step once (`_kind_of_step`).
 
-    Where this process trains the client together with others (data_parallel.py), all of them must call this, and all
-    end with the same weights and metrics. Memory is then that of one process, and `flops` those of all.
-
     With `training.precision` float16 the loss is scaled, and a step whose gradients overflow is left out
     (Micikevicius et al. 2018, Mixed precision training, section 3.2). For this the host waits once a step.
 
@@ -164,8 +154,8 @@ def train_locally(
             message names the first step at which it was not, and the terms of the last one.
     """
     client, objective = local.client, local.objective
-    model, device, share = client.model, client.model.device, own_share()
-    model.joins_views, model.shares_batches = options.join_views, not share.whole
+    model, device = client.model, client.model.device
+    model.joins_views = options.join_views
     if device.type == "cpu":
         keep_freed_memory()
     step_kind = _kind_of_step(local, options, regularizers)
@@ -190,15 +180,14 @@ def train_locally(
         names = [f"objective {objective.name}", *(f"regularizer {i} {r.name}" for i, r in enumerate(regularizers))]
         _require_finite(unchecked, steps, local, dict(zip(names, parts, strict=False)))
 
-    own_rows = map(share.rows, itertools.islice(batches, most_steps))
+    batches = itertools.islice(batches, most_steps)
     with (
         networks_compute_in(model, options.precision),
-        share.batch_statistics(),
         model.same_parameters(),
         model.views_at_a_time() as threads,
     ):
         terms = [regularizer.start_round(local) for regularizer in regularizers]
-        batches_in_views = Prefetch(_views(local, device_batches(client.images, own_rows, device), steps_of_epoch))
+        batches_in_views = Prefetch(_views(local, device_batches(client.images, batches, device), steps_of_epoch))
         for rows, views in batches_in_views:
             counter = None if cost else StepCounter(model, threads.statistics() if threads else ())
             if threads is not None:
@@ -219,12 +208,9 @@ def train_locally(
             scaler.scale(loss).backward()
             if threads is not None and not local.augmentation.uses_global_generators:
                 batches_in_views.start(threads.idle_thread)
-            if not share.whole:
-                gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                share.average([*gradients, step.loss.detach(), loss.detach()])
             if steps + 1 == last_step:
                 _log_gradient_norm(local, scaler)
-            if options.stop_at_collapse and share.whole and steps in (0, last_step - 1):
+            if options.stop_at_collapse and steps in (0, last_step - 1):
                 _require_spread(step, local, begins=steps == 0)
             if options.learning_rate_schedule == "warmup_cosine":  # the middle of a step: no step has the rate 0
                 _set_rates(optimizer, options, local.number, rounds, (steps + 0.5) / steps_in_round)
@@ -242,15 +228,13 @@ def train_locally(
                 require_finite()
                 unchecked.clear()
     require_finite()
-    if not share.whole:
-        share.average(local.logged_tensors())
     if cost is None or not steps:
         images, size = len(client.images), options.batch_size
         raise UserError(f"client {client.index} has {images} images, fewer than training.batch_size {size}")
     if keep_optimizer:
         _keep_optimizer(optimizer, model, client.memory)
     local.log("memory", cost.memory)
-    local.log("flops", cost.flops * steps * share.processes)
+    local.log("flops", cost.flops * steps)
     if device.type == "cuda":
         local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
     return cost

@@ -35,7 +35,6 @@ LONGEST = (
     "fedssl/test_no_label_leak.py",
     "cuda_on_cpu/test_unbalanced_ot.py",
     "fedssl/engines/test_parallel_clients.py",
-    "fedssl/engines/test_data_parallel_trainer.py",
     "fedssl/test_pages.py",
     "fedkernels/compat/test_originals.py",
     "docs/test_pages.py",

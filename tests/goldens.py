@@ -98,7 +98,6 @@ def work(folder: Path, processes: int) -> None:
         lambda: evaluated_and_exported(folder),
         lambda: command("run-table", "table.yaml", *SMALL, "partition={name: iid, clients: 2}", folder=folder),
         lambda: command("run", *settings("fedu", "clients_parallel=2"), "--output", "two-workers", folder=folder),
-        lambda: command("run", *settings("fedsimclr", "training.processes=2"), "--output", "two-ranks", folder=folder),
         lambda: command("app", "fedbyol", "app", *SMALL, "partition={name: iid, clients: 2}", folder=folder),
         lambda: command("provision", "consortium.yaml", folder=folder),
     ]

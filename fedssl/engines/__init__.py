@@ -63,7 +63,7 @@ def resume(
     Args:
         path: the run's folder.
         overrides: options to change from here on, such as `["rounds=100"]`: more rounds, and what the finished rounds
-            do not depend on (evaluation, device, processes, paths of the same data). The folder keeps them.
+            do not depend on (evaluation, device, clients at a time, paths of the same data). The folder keeps them.
         trust: run the code of your own parts even if it has changed since the run began.
         clients_parallel: short for the override `clients_parallel=N`.
         from_round: the round after which it continues, one of the last `checkpoints` rounds of the recipe; by default

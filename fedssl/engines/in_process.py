@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -20,13 +19,13 @@ from . import workers
 from .continuing import continue_run
 from .observers import Observer
 from .rounds import Clients, ClientTrainer, first_files, run_rounds
-from .workers import ClientWorker, DataParallelTrainer, Task, check_devices, started_workers
+from .workers import ClientWorker, Task, started_workers
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
     """Run a recipe and return the run's new folder, which is made once the input is checked completely."""
     refuse_existing(path, overwrite)
-    federation = _prepared(recipe)
+    federation = build_federation(recipe)
     with new_run(path, first_files(federation), overwrite):
         return _run(federation, RunDirectory.open(path), observer or Observer())
 
@@ -39,27 +38,16 @@ def resume(
     from_round: int | None = None,
 ) -> RunDirectory:
     """Continue a run from its last complete round, see `continue_run`."""
-    return continue_run(path, observer, trust, overrides, from_round, _prepared, _run)
-
-
-def _prepared(recipe: Recipe) -> Federation:
-    federation = build_federation(recipe)
-    check_devices(federation)
-    return federation
+    return continue_run(path, observer, trust, overrides, from_round, build_federation, _run)
 
 
 def _run(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:
-    recipe, trainer = federation.recipe, ClientTrainer(federation)
-    with ExitStack() as stack:
-        if recipe.training.processes > 1:
-            trainer = stack.enter_context(DataParallelTrainer(federation))
-        clients = LocalClients(federation, directory, observer, trainer)
-        if recipe.training.processes == 1 and recipe.clients_parallel != 1:
-            at_most = recipe.partition.clients if federation.method.personal else recipe.clients_per_round
-            count = min(recipe.clients_parallel, at_most or recipe.partition.clients)
-            started = stack.enter_context(started_workers(federation, [None] * count))
-            clients = ParallelClients(federation, directory, observer, started)
-        return run_rounds(federation, directory, observer, clients)
+    recipe = federation.recipe
+    if recipe.clients_parallel == 1:
+        return run_rounds(federation, directory, observer, LocalClients(federation, directory, observer))
+    at_most = recipe.partition.clients if federation.method.personal else recipe.clients_per_round
+    with started_workers(federation, min(recipe.clients_parallel, at_most or recipe.partition.clients)) as started:
+        return run_rounds(federation, directory, observer, ParallelClients(federation, directory, observer, started))
 
 
 #: a model's measures by name, and its spectrum
@@ -94,14 +82,12 @@ class ClientStates:
 
 
 class LocalClients(Clients):
-    """Clients on this machine, one after another, each trained by `trainer`; by default in this process."""
+    """Clients in this process, one after another."""
 
-    def __init__(
-        self, federation: Federation, directory: RunDirectory, observer: Observer, trainer: ClientTrainer | None = None
-    ):
+    def __init__(self, federation: Federation, directory: RunDirectory, observer: Observer):
         self._federation, self._observer = federation, observer
         self._states = ClientStates(directory, federation.recipe.client_states)
-        self._trainer = trainer or ClientTrainer(federation)
+        self._trainer = ClientTrainer(federation)
         self._measured: dict[int, _Measured] = {}  # between rounds; of clients that have not trained since
 
     def discard(self, index: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,35 +41,58 @@ class Pace:
         return rounds * self.steps * self.step / self.parallel + self.evaluations
 
 
+def opened(federation: Federation) -> Message:
+    """Return the server's state after the opening round, if there is one."""
+    method, everyone = federation.method, list(range(len(federation.client_rows)))
+    server = method.initial_state()
+    if not method.opening_round:
+        return server
+    sent = method.broadcast_opening(server, everyone)
+    replies = {k: method.client_round(federation.client(k, Message()), sent[k], 0) for k in everyone}
+    return method.aggregate(server, replies, 0)
+
+
+def timed_step(
+    federation: Federation,
+    server: Message,
+    k: int,
+    number: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, int]:
+    """Return the seconds of client k's step in a round, and its operations.
+
+    It is the mean over the steps that `seconds` hold, at least one and at most all of the round.
+    """
+    method, all_steps = federation.method, steps_of_round(federation.method.training, len(federation.client_rows[k]))
+
+    def timed(most_steps: int) -> tuple[float, int]:
+        client, received = federation.client(k, Message()), method.broadcast(server, [k], number)[k]
+        began = clock()
+        _, cost = method.counted_round(client, received, number, most_steps)
+        if federation.device.type == "cuda":
+            torch.cuda.synchronize(federation.device)
+        return clock() - began, cost.flops
+
+    timed(1)  # the first step is counted, which takes longer
+    steps = max(1, min(all_steps, int(seconds / timed(1)[0])))
+    taken, flops = timed(steps)
+    return taken / steps, flops
+
+
 def measure_pace(federation: Federation) -> Pace:
     """Train some seconds and evaluate once, in models that are thrown away; the run's own numbers stay as they were."""
     recipe, method = federation.recipe, federation.method
     parallel = min(recipe.clients_parallel, recipe.clients_per_round or recipe.partition.clients)
     everyone = list(range(recipe.partition.clients))
-    server = method.initial_state()
-    if method.opening_round:
-        sent = method.broadcast_opening(server, everyone)
-        replies = {k: method.client_round(federation.client(k, Message()), sent[k], 0) for k in everyone}
-        server = method.aggregate(server, replies, 0)
+    server = opened(federation)
     steps, seconds, threads = 0, 0.0, torch.get_num_threads()
     torch.set_num_threads(max(1, threads // parallel))
     try:
         for architecture in dict.fromkeys(map(recipe.architecture_of, everyone)):
             mine = [k for k in everyone if recipe.architecture_of(k) == architecture]
             steps_of_mine = sum(steps_of_round(recipe.training, len(federation.client_rows[k])) for k in mine)
-
-            def timed(most_steps: int, k: int = mine[0]) -> float:
-                client, received = federation.client(k, Message()), method.broadcast(server, [k], 1)[k]
-                began = time.perf_counter()
-                method.counted_round(client, received, 1, most_steps)
-                if federation.device.type == "cuda":
-                    torch.cuda.synchronize(federation.device)
-                return time.perf_counter() - began
-
-            timed(1)  # the first step is counted, which takes longer
-            a_step, of_one_round = timed(1), steps_of_round(recipe.training, len(federation.client_rows[mine[0]]))
-            several = max(1, min(of_one_round, int(_TIMED_SECONDS / a_step)))
-            seconds += steps_of_mine * timed(several) / several
+            seconds += steps_of_mine * timed_step(federation, server, mine[0], 1, _TIMED_SECONDS)[0]
             steps += steps_of_mine
         models = len(everyone) if method.personal else 1
         began = time.perf_counter()

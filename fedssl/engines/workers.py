@@ -1,4 +1,4 @@
-"""Train clients here, each in a worker process, or one in several workers, which get its state with each task."""
+"""Train clients in worker processes, which get a client's state with each task."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import dataclasses
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import yaml
 from torch import Tensor
 
@@ -26,7 +23,6 @@ from ..data.datasets import Dataset
 from ..errors import UserError
 from ..federation import Federation, build_federation
 from ..messages import Message
-from ..models.data_parallel import Share, join
 from ..recipe.reading import parse_recipe
 from .rounds import ClientTrainer
 
@@ -108,34 +104,25 @@ def end_with_parent() -> None:
     threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
-class Team(NamedTuple):
-    """A worker's place among those that train one client together."""
-
-    share: Share
-    meeting_point: Path
-    device_type: str
-
-
 class ClientWorker:
-    """A worker process with `threads` threads, seen from the process that starts it; without a team it trains alone.
+    """A worker process with `threads` threads, seen from the process that starts it.
 
     The images are moved into shared memory, which the worker maps: they are in memory once. Images in a file are read
     from the one that this process has open.
     """
 
-    def __init__(self, federation: Federation, threads: int, team: Team | None):
-        self._team = team
+    def __init__(self, federation: Federation, threads: int):
         context = _process_context()
         self.connection, theirs = context.Pipe()
         data = federation.recipe.to_yaml(), federation.dataset, dict(federation.downstream)
-        self.process = context.Process(target=_work, args=(theirs, threads, team, data))
+        self.process = context.Process(target=_work, args=(theirs, threads, data))
         try:
             with interrupts_ignored():  # a spawned worker ignores them before it has imported anything
                 self.process.start()
         except RuntimeError as error:
             raise UserError(
                 f"the images cannot be put into the memory that processes share ({error}): enlarge it (in a container "
-                f"with --shm-size), or set {'training.processes' if team else 'clients_parallel'}=1"
+                "with --shm-size), or set clients_parallel=1"
             ) from error
         theirs.close()
 
@@ -160,9 +147,9 @@ class ClientWorker:
         self.process.join(timeout=10)  # seconds; it has closed its pipe, so that it has ended or is about to
         code = self.process.exitcode or 0
         ended = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        fewer = "" if self._team else ", if need be with fewer clients at a time (clients_parallel=1 behind it)"
         cause = (
-            f"most likely the memory ran out. Free some memory and continue with fedssl run --resume RUN{fewer}"
+            "most likely the memory ran out. Free some memory and continue with fedssl run --resume RUN, if need be "
+            "with fewer clients at a time (clients_parallel=1 behind it)"
             if code < 0
             else "its error is above. A script that calls fedssl.run must do so below `if __name__ == '__main__':`"
         )
@@ -170,13 +157,13 @@ class ClientWorker:
 
 
 @contextmanager
-def started_workers(federation: Federation, teams: Sequence[Team | None]) -> Iterator[list[ClientWorker]]:
-    """Start a worker for each team with its share of the threads; all have ended after the body."""
-    threads = max(1, torch.get_num_threads() // len(teams))
+def started_workers(federation: Federation, count: int) -> Iterator[list[ClientWorker]]:
+    """Start so many workers, each with its share of the threads; all have ended after the body."""
+    threads = max(1, torch.get_num_threads() // count)
     workers: list[ClientWorker] = []
     try:
-        for team in teams:
-            workers.append(ClientWorker(federation, threads, team))
+        for _ in range(count):
+            workers.append(ClientWorker(federation, threads))
         yield workers
     finally:
         for worker in workers:
@@ -196,21 +183,18 @@ def _process_context() -> Any:
     return context
 
 
-def _work(pipe: Connection, threads: int, team: Team | None, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:
-    """Do tasks and send the outcome of each until the parent ends; of a team only the first worker sends results."""
+def _work(pipe: Connection, threads: int, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:
+    """Do tasks and send the outcome of each until the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     torch.set_num_threads(threads)
-    if team:
-        join(*team)
     trainer: ClientTrainer | None = None
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended
         while True:
             task = pipe.recv()
             try:
                 trainer = trainer or ClientTrainer(_federation(*data))
-                result = _result(trainer, task)
-                outcome = "done", result if team is None or team.share.rank == 0 else None
+                outcome = "done", _result(trainer, task)
             except UserError as error:  # of a custom part's class the parent may know nothing
                 outcome = "error", UserError(str(error))
             except Exception:
@@ -233,55 +217,3 @@ def _result(trainer: ClientTrainer, task: Task) -> Any:
         return measures, pack_tensor(spectrum)
     reply, state = trainer.train(task.client, unpack(task.state), unpack(task.received), task.round)
     return pack(reply), pack(state)
-
-
-def check_devices(federation: Federation) -> None:
-    """Raise a UserError unless each process of a client's training gets its own GPU, if it trains on GPUs."""
-    processes = federation.recipe.training.processes
-    if processes == 1:
-        return
-    wish = f"training.processes={processes} needs"
-    if not dist.is_available():
-        raise UserError(f"{wish} a torch with torch.distributed, which this one lacks: use training.processes=1")
-    devices = torch.cuda.device_count() if federation.device.type == "cuda" else processes
-    if devices < processes:
-        raise UserError(f"{wish} as many CUDA devices, and this torch sees {devices}: lower it, or use device=cpu")
-
-
-class DataParallelTrainer(ClientTrainer):
-    """Trains each client in several worker processes, evaluates in this one; a context manager.
-
-    Every worker runs the client's whole round on its share of every batch, and their weights stay bit-identical. If one
-    fails or ends, the others may wait for it, so that none can be used any more.
-    """
-
-    def __enter__(self) -> DataParallelTrainer:
-        processes = self._federation.recipe.training.processes
-        with ExitStack() as stack:
-            meeting = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "processes"
-            teams = [Team(Share(rank, processes), meeting, self._federation.device.type) for rank in range(processes)]
-            self._workers = stack.enter_context(started_workers(self._federation, teams))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def train(self, index: int, state: Message, received: Message, number: int) -> tuple[Message, Message]:
-        task = Task(index, number, pack(state), pack(received))
-        for worker in self._workers:
-            worker.give(task)
-        working = {worker.connection: worker for worker in self._workers}
-        results = []
-        while working:
-            for connection in cast(list[Connection], wait(list(working))):
-                result, error = working.pop(connection).take(index)
-                if isinstance(error, RuntimeError):  # if a worker has ended, the others fail as they lose it
-                    ended = wait([worker.process.sentinel for worker in self._workers], timeout=1.0)
-                    lost = [worker for worker in self._workers if worker.process.sentinel in ended]
-                    error = lost[0].lost(index) if lost else error
-                if error is not None:
-                    raise error
-                results.append(result)
-        reply, next_state = next(result for result in results if result is not None)
-        return unpack(reply), unpack(next_state)

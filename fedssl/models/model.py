@@ -50,8 +50,6 @@ class Model(nn.Module):
         self.joins_views = False
         #: in which contrastive losses take their rows, if not as they are; training.precision
         self.rows_dtype: torch.dtype | None = None
-        #: whether this process has a share of every batch and others the rest; training.processes
-        self.shares_batches = False
         #: by which two views pass through a network at a time, while the model trains
         self.view_threads: ViewThreads | None = None
         self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # within `same_parameters`
@@ -102,7 +100,7 @@ class Model(nn.Module):
     @contextmanager
     def views_at_a_time(self) -> Iterator[ViewThreads | None]:
         """Let two views pass through a network at the same time in the body if possible (view_threads.py)."""
-        if self.joins_views or self.shares_batches:
+        if self.joins_views:
             yield None
             return
         with view_threads(self.online, self.target) as self.view_threads:

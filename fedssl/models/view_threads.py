@@ -18,23 +18,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-
-def sharing_problem(model: nn.Module) -> str | None:
-    """Return the first layer whose output would not be that of the whole batch, and why, or None.
-
-    BatchNorm's statistics are taken over all processes (`data_parallel.batch_norm`). What draws random numbers draws
-    them for the images of a batch together, and other layers with running statistics have statistics of their own.
-    """
-    for name, module in model.named_modules():
-        kind = f"{name} ({type(module).__name__})"
-        dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "drop_prob", None)  # timm's DropPath
-        if dropped:
-            return f"{kind} drops values at random"
-        if not isinstance(module, _BatchNorm) and getattr(module, "running_var", None) is not None:
-            return f"{kind} has running statistics and is no BatchNorm"
-    return None
-
-
 _AVERAGES = ("running_mean", "running_var")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 #: passes a view through networks that are applied one after another; gives the outputs of some or all of them
@@ -62,8 +45,13 @@ def view_threads(*chains: nn.ModuleDict) -> Iterator[ViewThreads | None]:
 
 def _keeps_an_order(chain: nn.Module) -> bool:
     """Return whether a layer draws random numbers, or has running statistics that are no exponential averages."""
-    batch_norms = [module for module in chain.modules() if isinstance(module, _BatchNorm)]
-    return sharing_problem(chain) is not None or any(module.momentum is None for module in batch_norms)
+    for module in chain.modules():
+        dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "drop_prob", None)  # timm's DropPath
+        batch_norm = isinstance(module, _BatchNorm)
+        averages = module.momentum is not None if batch_norm else getattr(module, "running_var", None) is None
+        if dropped or not averages:
+            return True
+    return False
 
 
 class ViewThreads:

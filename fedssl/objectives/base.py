@@ -45,10 +45,6 @@ class Objective(Part):
     needs_aggregator: ClassVar[str | None] = None
     #: whether it trains on labels, which public images lack
     needs_labels: ClassVar[bool] = False
-    #: Whether several processes can train a client with it (`training.processes`): the mean of their losses, each of an
-    #: equal share of a batch, must be that of the whole batch, where BatchNorm normalises over the whole batch. Not
-    #: inherited, as a subclass may compute another loss.
-    data_parallel: ClassVar[bool] = False
 
     @property
     def fresh_target(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
@@ -30,8 +28,6 @@ class BYOL(Objective):
     half; that is `symmetric: false`. With both directions the loss is their mean, whereas Grill et al. take the sum:
     compared with code that sums, added terms have twice the weight, and a rate of plain SGD has half the effect.
     """
-
-    data_parallel: ClassVar[bool] = True
 
     hidden_features: int = Field(4096, ge=1, description="width of the heads' hidden layers")
     output_features: int = Field(2048, ge=1, description="dimension of projections and predictions")

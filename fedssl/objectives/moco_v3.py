@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..models.data_parallel import losses
+from fedkernels import info_nce
+
 from ..models.model import Model, mlp_head
 from .base import Objective, Step
 
@@ -28,8 +27,6 @@ class MoCoV3(Objective):
     embedding trains, the target network moves after the step and not before the loss, and the loss has no factor
     2 * temperature. `fresh_target_each_round` is LW-FedSSL's Algorithm 2, line 4. Otherwise a client keeps its target.
     """
-
-    data_parallel: ClassVar[bool] = True
 
     hidden_features: int = Field(512, ge=1, description="width of the heads' hidden layers")
     output_features: int = Field(256, ge=1, description="dimension of projections and predictions")
@@ -56,7 +53,6 @@ class MoCoV3(Objective):
         representations, projections, predictions = model.outputs_of_views(views)
         first, second = map(model.unit_rows, predictions)
         first_key, second_key = map(model.unit_rows, model.target_of_views(views))
-        info_nce = losses(model.shares_batches).info_nce
         loss = info_nce(first, second_key, self.temperature) + info_nce(second, first_key, self.temperature)
         return Step(loss, representations, projections, predictions)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..models.data_parallel import losses
+from fedkernels import nt_xent
+
 from ..models.model import Model, mlp_head
 from .base import Objective, Step
 
@@ -20,8 +19,6 @@ class SimCLR(Objective):
     their code. The temperature 0.5 is the best on CIFAR-10 (appendix B.9). FedU2 has 2048 -> 512, and its code 0.07.
     LW-FedSSL prints one temperature, 0.05, which its preset has for SimCLR too.
     """
-
-    data_parallel: ClassVar[bool] = True
 
     hidden_features: int = Field(2048, ge=1, description="width of the projector's hidden layers")
     output_features: int = Field(128, ge=1, description="dimension of the projections")
@@ -36,5 +33,5 @@ class SimCLR(Objective):
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)
         first, second = map(model.unit_rows, projections)
-        loss = losses(model.shares_batches).nt_xent(first, second, self.temperature)
+        loss = nt_xent(first, second, self.temperature)
         return Step(loss, representations, projections)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
@@ -18,8 +16,6 @@ class SimSiam(Objective):
     As in their section 3, the projector has three layers and ends in BatchNorm, and the predictor has a bottleneck.
     With `stop_gradient: false` the representations collapse (their section 4.1); the option is there to study that.
     """
-
-    data_parallel: ClassVar[bool] = True
 
     output_features: int = Field(2048, ge=1, description="dimension of projections and predictions")
     bottleneck_features: int = Field(512, ge=1, description="width of the predictor's hidden layer")

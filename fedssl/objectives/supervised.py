@@ -25,7 +25,6 @@ class Supervised(Objective):
     """
 
     needs_labels: ClassVar[bool] = True
-    data_parallel: ClassVar[bool] = True
 
     mild_augmentation: bool = Field(
         True,

@@ -16,10 +16,11 @@ from .recipe import Recipe
 
 #: the options that may change, alone or with all below them
 CHANGEABLE = (
-    *("rounds", "description", "evaluation", "device", "clients_parallel", "client_states", "training.processes"),
+    *("rounds", "description", "evaluation", "device", "clients_parallel", "client_states"),
     *("data.path", "data.more_paths", "data.public_path", "data.labels", "data.download", "data.memory_limit"),
     *("data.follow_links", "model.weights"),
-    *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget"),
+    *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds"),
+    *("flower.grace", "flower.epsilon_budget"),
     *("flower.cpus", "flower.client_cpus", "flower.client_gpus", "flower.object_store_megabytes", "checkpoints"),
 )
 #: why another option may not, by its first key; all others are what the finished rounds were trained with
@@ -90,10 +91,8 @@ def _text(value: object) -> str:
 
 def consequences(before: Recipe, after: Recipe, done: int) -> list[str]:
     """Return a sentence on what depends on the number of rounds where it changes, and one if sums round differently."""
-    rounding = [
-        "Another device or training.processes rounds differently, so no result is equal bit for bit from here on."
-    ]
-    rounding *= (before.device, before.training.processes) != (after.device, after.training.processes)
+    rounding = ["Another device rounds differently, so no result is equal bit for bit from here on."]
+    rounding *= before.device != after.device
     if before.rounds == after.rounds:
         return rounding
     sentences = []

@@ -20,8 +20,7 @@ from ..evaluation.evaluate import check_colours, check_labels
 from ..evaluation.fine_tuning import check_fine_tuning
 from ..models.model import Model
 from ..models.stages import StagedEncoder
-from ..models.view_threads import sharing_problem
-from ..parts import is_session_part, part_class, part_names
+from ..parts import is_session_part
 from ..teacher import TaughtPart
 from .recipe import FixedClipping, LocalDP, Recipe, SecAggPlus
 
@@ -99,12 +98,6 @@ def check_models(recipe: Recipe, build: Callable[[str], Model], shape: tuple[int
         model = build(name)
         for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
             part.check_model(model)
-        processes = recipe.training.processes
-        if processes > 1 and (problem := sharing_problem(model)):
-            raise UserError(
-                f"training.processes={processes} does not go with architecture {name}, whose {problem}: use another "
-                "architecture, or training.processes=1"
-            )
         if isinstance(model.encoder, StagedEncoder):
             recipe.schedule.check(model.encoder, recipe.rounds)
         further = recipe.augmentation.further_shape(shape)
@@ -139,7 +132,7 @@ def public_image_users(recipe: Recipe) -> list[str]:
 
 
 def _rules_of_processes(recipe: Recipe) -> Iterator[str]:
-    """Yield problems with the engine and the processes that train."""
+    """Yield problems with the engine and with the clients that train at a time."""
     clients, sampled, parallel = recipe.partition.clients, recipe.clients_per_round, recipe.clients_parallel
     if sampled is not None and sampled > clients:
         yield f"clients_per_round is {sampled}, but partition.clients is only {clients}: lower clients_per_round"
@@ -148,49 +141,19 @@ def _rules_of_processes(recipe: Recipe) -> Iterator[str]:
             f"partition sites needs engine flower, whose sites bring their own data, got engine {recipe.engine}: "
             "name another partition or engine=flower"
         )
-    processes, option = recipe.training.processes, f"training.processes={recipe.training.processes}"
     parts = [recipe.objective, recipe.augmentation, *recipe.regularizers, recipe.schedule, *recipe.aggregators]
     session_parts = [part.name for part in (*parts, recipe.local_update) if is_session_part(part.name)]
-    if session_parts and (recipe.engine != "in-process" or parallel > 1 or processes > 1):
+    if session_parts and (recipe.engine != "in-process" or parallel > 1):
         yield (
             f"the class {session_parts[0].partition(':')[2]} was defined in a notebook or a script, which other "
             "processes cannot import: put it into a file, for instance my_part.py, and import it from there, or use "
-            "engine=in-process, clients_parallel=1 and training.processes=1 (docs/compose_in_python.md)"
+            "engine=in-process and clients_parallel=1 (docs/compose_in_python.md)"
         )
     if parallel > 1 and recipe.engine != "in-process":
         yield (
             f"clients_parallel={parallel} is for engine in-process, got engine {recipe.engine}: leave it "
             "out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
         )
-    if processes == 1:
-        return
-    # Processes that train one client together give the result of one process only if a batch can be shared.
-    if recipe.engine != "in-process":
-        yield f"{option} is for engine in-process, got engine {recipe.engine}: use training.processes=1"
-    if parallel > 1:
-        yield f"{option} does not go with clients_parallel={parallel}: leave one of the two at 1"
-    if recipe.training.batch_size % processes:
-        yield (
-            f"{option} does not divide training.batch_size {recipe.training.batch_size}, of which each process takes "
-            f"an equal share: use a multiple of {processes}"
-        )
-    if recipe.objective.training_augmentation(recipe.augmentation).uses_global_generators:
-        yield (
-            f"{option} does not go with augmentation {recipe.augmentation.name}, whose views of an image may depend on "
-            "the other images of its batch: use random_views, or training.processes=1"
-        )
-    if not recipe.objective.is_data_parallel():
-        known = [name for name in part_names("objectives") if part_class("objectives", name).is_data_parallel()]
-        yield (
-            f"{option} does not go with objective {recipe.objective.name}, whose loss needs the whole batch in one "
-            f"process: use {', '.join(known)}, or training.processes=1"
-        )
-    for regularizer in recipe.regularizers:
-        if not regularizer.is_data_parallel():
-            yield (
-                f"{option} does not go with regularizer {regularizer.name}, whose term needs the whole batch in one "
-                "process: remove it, or use training.processes=1"
-            )
 
 
 def _rules_of_data(recipe: Recipe) -> Iterator[str]:

@@ -38,8 +38,6 @@ class Regularizer(Part):
     needs_global_model: ClassVar[bool] = False
     #: whether it reads `LocalRound.previous`
     needs_previous_model: ClassVar[bool] = False
-    #: see `Objective.data_parallel`; the same is asked of the term
-    data_parallel: ClassVar[bool] = False
 
     def check_objective(self, objective: Objective) -> None:
         """Raise a UserError for an objective whose steps lack what the term needs; called before anything runs."""

@@ -31,7 +31,6 @@ class BaseAlignment(Regularizer):
     """
 
     needs_aggregator: ClassVar[str | None] = "base_model"
-    data_parallel: ClassVar[bool] = True
 
     weight: float = Field(0.01, ge=0, description="factor of the term")
 

@@ -34,7 +34,6 @@ class DistanceToGlobal(Regularizer):
     """
 
     needs_global_model: ClassVar[bool] = True
-    data_parallel: ClassVar[bool] = True
 
     of: Literal["representations", "weights"] = Field(
         "representations", description="what the distance is measured between: Per-SSFL's or Ditto's"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 from torch import Tensor
 
@@ -19,8 +17,6 @@ class Proximal(Regularizer):
     that train in the round, including the heads, and w_t are their values at its start. FedProx tries mu = 0.001, 0.01,
     0.1 and 1; the default is the lower of the middle two. Logs `proximal_distance`, |w - w_t|.
     """
-
-    data_parallel: ClassVar[bool] = True
 
     weight: float = Field(0.01, ge=0, description="mu; the term has the factor mu / 2")
 

@@ -40,7 +40,6 @@ class RepresentationAlignment(Regularizer):
     """
 
     needs_global_model: ClassVar[bool] = True
-    data_parallel: ClassVar[bool] = True
     needs_previous_model: ClassVar[bool] = True
 
     weight: float = Field(1.0, ge=0, description="mu, the factor of the term")

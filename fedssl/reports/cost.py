@@ -6,14 +6,12 @@ of round, which is counted (accounting.py). A run of the recipe therefore logs t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from math import prod
 
-import torch
 from rich.table import Table as TextTable
 
 from ..accounting import ProductsLeftOut, StepCost, StepCounter
@@ -25,7 +23,6 @@ from ..federation import Federation
 from ..messages import Message, from_transport
 from ..method import Method
 from ..models.model import Model
-from ..regularizers.base import Regularizer
 from ..run_folder.storage import csv_text
 from ..training import steps_of_round
 
@@ -34,10 +31,6 @@ from ..training import steps_of_round
 _BATCH_SIZES = (2, 3, 4)
 #: of the counted steps: their cost is the same at any rate, and on few images the recipe's own may diverge
 _LEARNING_RATE = 1e-9
-#: seconds that the timing of one kind of step should take; the batch is smaller than the recipe's if necessary
-_TIMED_SECONDS = 0.8
-_SMALLEST_BATCH = 2
-_TIMED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -51,14 +44,12 @@ class RoundCost:
     bytes_down: dict[int, int]  # to the clients that are asked
     bytes_up: dict[int, int]  # from the clients that answer
     one_view_flops: dict[int, int]  # of one image's pass through the online network; the LW-FedSSL paper counts them
-    step_seconds: dict[int, float] = field(default_factory=dict)  # measured at the recipe's batch size, if timed
 
 
 def estimate(
     federation: Federation,
     newcomers: bool = False,
     note: Callable[[str], None] = lambda text: None,
-    timed_rounds: Collection[int] = (),
     without_products: bool = False,
     only_rounds: Collection[int] | None = None,
 ) -> list[RoundCost]:
@@ -71,7 +62,6 @@ def estimate(
         newcomers: count as if every client took part for the first time in every round. This is the most that layers
             which arrive late can cost (the LW-FedSSL paper's worst case, section 4.3).
         note: called with a line of text for each step that is counted.
-        timed_rounds: numbers of rounds whose steps are also timed: about a second for each kind of step.
         without_products: count without computing the products that make up the operations, which is faster. The
             clients' answers are then noise of the right size.
         only_rounds: numbers of the rounds that are counted (default: all); the clients take no part in the others.
@@ -104,7 +94,6 @@ def estimate(
                 {k: message.num_bytes for k, message in sent.items()},
                 {k: reply if isinstance(reply, int) else reply.num_bytes for k, reply in replies.items()},
                 {k: one_view for k, (_, one_view) in steps.items()},
-                {part.client: counter.step_seconds(part) for part in parts} if number in timed_rounds else {},
             )
         )
         if not newcomers:
@@ -147,14 +136,11 @@ class _Counter:
         # otherwise an answer can contain a client's own name, or depend on its images
         self.only_weights = all(a.exchanges_weights for a in self.method.aggregators)
         self.compares_stages = any(r.needs_previous_model for r in self.method.regularizers)
-        #: images of a batch that one process trains on
-        self.share = self.method.training.batch_size // self.method.training.processes
-        at_once = self.share <= _BATCH_SIZES[-1] or federation.device.type == "cuda"
-        # a single image, which a process may have, has no batch statistics of its own
-        self.batch_sizes = (self.share,) if at_once and self.share >= _BATCH_SIZES[0] else _BATCH_SIZES
+        size = self.method.training.batch_size
+        at_once = size <= _BATCH_SIZES[-1] or federation.device.type == "cuda"
+        self.batch_sizes = (size,) if at_once else _BATCH_SIZES
         self.replies: dict[tuple[object, ...], Message | int] = {}
         self.steps: dict[tuple[object, ...], tuple[StepCost, int]] = {}
-        self.seconds: dict[tuple[object, ...], float] = {}
         self.counted: dict[tuple[object, ...], StepCost] = {}
         self.memories: dict[tuple[object, int | None], Message] = {}
         self.opened: dict[int, Message] = {}
@@ -183,10 +169,7 @@ class _Counter:
         return self.replies[key]
 
     def step(self, part: _ClientRound) -> tuple[StepCost, int]:
-        """Return the cost of a step at the recipe's batch size, and the operations of one image's pass.
-
-        If processes share the batch, the memory is that of one, the operations are those of all.
-        """
+        """Return the cost of a step at the recipe's batch size, and the operations of one image's pass."""
         kind = self._kind(part)
         if kind not in self.steps:
             self.note(f"counting a step of round {part.number} ({self.federation.recipe.architecture_of(part.client)})")
@@ -197,8 +180,8 @@ class _Counter:
                     self._counted_run(part, size)
                 counted.append(self.counted[key])
             values = {field.name: [getattr(cost, field.name) for cost in counted] for field in fields(StepCost)}
-            step = StepCost(**{name: _extrapolate(self.share, self.batch_sizes, v) for name, v in values.items()})
-            step = replace(step, flops=step.flops * self.method.training.processes)
+            size = self.method.training.batch_size
+            step = StepCost(**{name: _extrapolate(size, self.batch_sizes, v) for name, v in values.items()})
             self.steps[kind] = step, self._one_view(part)
         return self.steps[kind]
 
@@ -213,46 +196,6 @@ class _Counter:
         # weights that arrive are only put into place; other things take operations
         return kind if self.only_weights else (*kind, part.received.num_bytes)
 
-    def step_seconds(self, part: _ClientRound) -> float:
-        """Return the seconds of one step, scaled to the recipe's batch size by the operations.
-
-        Measured is the difference between rounds of several steps and of one, with as many images as fit the time.
-        """
-        kind = self._kind(part)
-        if kind not in self.seconds:
-            one_step, flops = self._timed_run(part, _SMALLEST_BATCH, 1)
-            within_time = int(_SMALLEST_BATCH * _TIMED_SECONDS / 4 / one_step)
-            size = max(_SMALLEST_BATCH, min(self.method.training.batch_size, within_time))
-            if size > _SMALLEST_BATCH:
-                one_step, flops = self._timed_run(part, size, 1)
-            several, _ = self._timed_run(part, size, _TIMED_STEPS)
-            seconds = (several - one_step) / (_TIMED_STEPS - 1)
-            if seconds <= 0:  # other programs lengthened the run of one step
-                seconds = several / _TIMED_STEPS
-            self.seconds[kind] = seconds * self.step(part)[0].flops / flops
-        return self.seconds[kind]
-
-    def _timed_run(self, part: _ClientRound, batch_size: int, steps: int) -> tuple[float, int]:
-        """Return the seconds of a round of a few steps, and the operations of one of them.
-
-        On the CPU it is one thread's processor time, which other programs do not lengthen: threads that wait for each
-        other count as work.
-        """
-        on_gpu, threads = self.federation.device.type == "cuda", torch.get_num_threads()
-        clock = time.perf_counter if on_gpu else time.process_time
-        if on_gpu:
-            torch.cuda.synchronize(self.federation.device)
-        else:
-            torch.set_num_threads(1)
-        begin = clock()
-        try:
-            _, cost = self._run(part, batch_size, steps)
-        finally:
-            torch.set_num_threads(threads)
-        if on_gpu:
-            torch.cuda.synchronize(self.federation.device)
-        return clock() - begin, cost.flops
-
     def _counted_run(self, part: _ClientRound, batch_size: int) -> Message:
         """Run one step, store its cost in `counted`, and return the client's answer."""
         with self.products_left_out if self.without_products else nullcontext():
@@ -260,11 +203,8 @@ class _Counter:
         self.counted.setdefault((*self._kind(part), batch_size), cost)
         return reply
 
-    def _run(self, part: _ClientRound, batch_size: int, steps: int | None = None) -> tuple[Message, StepCost]:
-        """Run one step of a client, whose memory is that of any client with the same past.
-
-        With `steps`, run that many, and the regularizers take no more images than the batch holds.
-        """
+    def _run(self, part: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
+        """Run one step of a client, whose memory is that of any client with the same past."""
         owner: object = self.federation.recipe.architecture_of(part.client) if self.only_weights else part.client
         client = self._client(part.client)
         if part.last_stage is None:
@@ -272,12 +212,9 @@ class _Counter:
         else:
             client.memory = self.memories[owner, part.last_stage if self.compares_stages else None].copy()
         changes: dict[str, float | None] = {"batch_size": batch_size, "learning_rate": _LEARNING_RATE}
-        changes |= {"local_epochs": steps or 1, "local_steps": None}
+        changes |= {"local_epochs": 1, "local_steps": None}
         method = replace(self.method, training=self.method.training.model_copy(update=changes))
-        if steps:
-            small = tuple(_with_smaller_batch(regularizer, batch_size) for regularizer in method.regularizers)
-            method = replace(method, regularizers=small)
-        reply, cost = method.counted_round(client, part.received, part.number, most_steps=steps or 1)
+        reply, cost = method.counted_round(client, part.received, part.number, most_steps=1)
         self.memories.setdefault((owner, part.stage if self.compares_stages else None), client.memory)
         return reply, cost
 
@@ -299,11 +236,6 @@ class _Counter:
         with counter.forward():
             client.model.represent(normalize(client.images[:1].to(client.model.device)))
         return counter.flops
-
-
-def _with_smaller_batch(regularizer: Regularizer, most: int) -> Regularizer:
-    batch = getattr(regularizer, "batch_size", None)
-    return regularizer if batch is None else regularizer.model_copy(update={"batch_size": min(batch, most)})
 
 
 def _extrapolate(size: int, sizes: Sequence[int], values: Sequence[int]) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ import numpy as np
 import torch
 
 from ..data.datasets import Dataset, load_dataset
-from ..data.files import expanded, kind_of, subfolders
+from ..data.files import expanded, kind_of, list_files, split_folders
 from ..data.options import SOURCES, DataOptions
 from ..data.partitions import PartitionOptions, deal
 from ..data.summary import summarise
+from ..engines.pace import opened, timed_step
 from ..errors import UserError
 from ..evaluation.evaluate import EvaluationOptions
 from ..evaluation.metrics import short_title
-from ..federation import build_federation
+from ..federation import Federation, build_federation
 from ..recipe.overrides import read_values
 from ..recipe.recipe import Recipe
 from ..recipe.rules import check_shares, public_image_users
@@ -35,13 +37,16 @@ _PLACEHOLDER = "data.path=the-path-that-is-not-given"
 _MOST_COUNTED_STAGES = 6
 #: public images of the made-up data if no regularizer has a larger batch of them
 _FEWEST_PUBLIC_IMAGES = 8
+#: of the timing of one kind of step; the batch is smaller than the recipe's if necessary
+_TIMED_SECONDS, _MOST_TIMED_STEPS, _SMALLEST_BATCH = 1.0, 1000, 2
 
 
 def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda text: None) -> None:
     """List what `run_table` would run: rows, scenarios and seeds, operations, hours on this machine, paper's figures.
 
-    The data may be missing: see `training_data`. Each kind of step is counted as by `fedssl cost`, and timed at the
-    recipe's batch size or, if that takes long, at a smaller one. The evaluation and the server's work are left out.
+    The data may be missing: see `training_data`. Each kind of step is counted as by `fedssl cost`. One of each recipe
+    and architecture is timed, at a smaller batch if the recipe's takes long; the others follow by their operations. The
+    evaluation and the server's work are left out.
 
     Raises:
         UserError: a recipe is refused, the data cannot be read, or a step fails.
@@ -141,9 +146,9 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
         cost = f"{format_flops(flops)} FLOPs, {_hours(seconds)} hours on this machine with {device}"
         note(f"\nIn all{left_out}: {cost}, one run at a time.")
         note(
-            "Estimated from steps on images of noise: each kind of step is counted (a multiply-add is two FLOPs) and "
-            "timed, at a smaller batch where a whole one takes long, and multiplied by the steps. The evaluation, "
-            "fine-tuning included, and the server's work are not in it."
+            "Estimated from steps on images of noise: each kind of step is counted (a multiply-add is two FLOPs), "
+            "some are timed, at a smaller batch where a whole one takes long, and the FLOPs lead from there to all. "
+            "The evaluation, fine-tuning included, and the server's work are not in it."
         )
     if not any(scenario.paper for scenario in table.all_scenarios):
         note("The paper prints no figures for this table, or the table holds none.")
@@ -188,10 +193,14 @@ def _counted_files(options: DataOptions) -> ExpectedData:
     seen = summarise(options.model_dump(mode="json"))
     assert seen is not None
     folder = expanded(options.path, "data.path")
-    by_folder = options.name == "folder" or options.labels == "folders"
-    classes = len(subfolders(folder / "train" if (folder / "train").is_dir() else folder)) if by_folder else 1
+    classes = set()
+    if options.name == "folder" or options.labels == "folders":
+        splits = split_folders(folder)
+        folder = splits[0] if len(splits) == 2 else folder
+        inner = [file.relative_to(folder).parts for file in list_files(folder, options.follow_links)[0]]
+        classes = {parts[0] for parts in inner if len(parts) > 1}
     shape = (seen.channels, seen.side, seen.side)
-    return ExpectedData(images=max(1, seen.images), classes=max(1, classes), shape=shape)
+    return ExpectedData(images=max(1, seen.images), classes=max(1, len(classes)), shape=shape)
 
 
 @dataclass(frozen=True)
@@ -240,7 +249,8 @@ def run_cost(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> RunCost:
 
 def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
     """Return the recipe with one client of an architecture, and the fewest rounds that have all kinds of steps."""
-    one_epoch = {"local_epochs": 1, "local_steps": None, "learning_rate_schedule": "constant"}
+    # at any rate a step takes as long, and on a few images of noise the recipe's own may diverge
+    one_epoch = {"local_epochs": 1, "local_steps": None, "learning_rate_schedule": "constant", "learning_rate": 1e-9}
     changes = {
         "name": "made up",
         "description": "",
@@ -276,8 +286,10 @@ def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> list[
         ends = _ends_of_stages(recipe)
         # a client's first round in a stage may lack what its later ones have, such as a previous model
         counted = {number for end in ends for number in (end - 1, end)}
-        costs = estimate(federation, timed_rounds=(ends[0], ends[-1]), without_products=True, only_rounds=counted)
-        known_steps[kind] = _interpolate(recipe.rounds, [cost for cost in costs if cost.number in ends])
+        costs = estimate(federation, without_products=True, only_rounds=counted)
+        flops = _interpolate(recipe.rounds, [cost for cost in costs if cost.number in ends])
+        seconds, timed_flops = _timed(federation, ends[-1])
+        known_steps[kind] = [(one, one * seconds / timed_flops) for one in flops]
     return known_steps[kind]
 
 
@@ -294,19 +306,35 @@ def _ends_of_stages(recipe: Recipe) -> list[int]:
     return [stage * length for stage in sorted(chosen)]
 
 
-def _interpolate(rounds: int, counted: list[RoundCost]) -> list[tuple[float, float]]:
-    """Return (operations, seconds) of a step in each round, interpolated between the stages that were counted."""
+def _timed(federation: Federation, number: int) -> tuple[float, int]:
+    """Return the seconds of a step in a round, and its operations, at the largest batch of which a second holds some.
+
+    The regularizers take no more images than the batch. On the CPU it is one thread's processor time, which other
+    programs do not lengthen: threads that wait for each other count as work.
+    """
+    method, server, threads = federation.method, opened(federation), torch.get_num_threads()
+    clock = time.perf_counter if federation.device.type == "cuda" else time.process_time
+
+    def timed(size: int, seconds: float) -> tuple[float, int]:
+        training = method.training.model_copy(update={"batch_size": size, "local_steps": _MOST_TIMED_STEPS})
+        terms = [
+            term.model_copy(update={"batch_size": min(size, term.batch_size)}) if hasattr(term, "batch_size") else term
+            for term in method.regularizers
+        ]
+        small = replace(method, training=training, regularizers=tuple(terms))
+        return timed_step(replace(federation, method=small), server, 0, number, seconds, clock)
+
+    torch.set_num_threads(1)
+    try:
+        within_time = int(_SMALLEST_BATCH * _TIMED_SECONDS / 4 / timed(_SMALLEST_BATCH, 0.0)[0])
+        return timed(max(_SMALLEST_BATCH, min(method.training.batch_size, within_time)), _TIMED_SECONDS)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _interpolate(rounds: int, counted: list[RoundCost]) -> list[float]:
+    """Return the operations of a step in each round, interpolated between the stages that were counted."""
     length = counted[0].number
     stages = [cost.number // length for cost in counted]
     flops = [cost.step[0].flops for cost in counted]
-    fewest, most = flops[0], flops[-1]
-    shortest, longest = counted[0].step_seconds[0], counted[-1].step_seconds[0]
-    costs = []
-    for number in range(1, rounds + 1):
-        step_flops = float(np.interp(-(-number // length), stages, flops))
-        if most > fewest and longest > shortest:
-            seconds = float(np.interp(step_flops, [fewest, most], [shortest, longest]))  # never beyond what was timed
-        else:
-            seconds = longest * step_flops / most
-        costs.append((step_flops, seconds))
-    return costs
+    return [float(np.interp(-(-number // length), stages, flops)) for number in range(1, rounds + 1)]

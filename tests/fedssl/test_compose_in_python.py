@@ -141,7 +141,7 @@ def test_a_script_resumes_what_it_began_until_it_changes(tmp_path, monkeypatch):
 
 
 def test_other_processes_cannot_have_a_class_from_a_cell():
-    for changes in ({"clients_parallel": 2}, {"training": {"batch_size": 8, "processes": 2}}, {"engine": "flower"}):
+    for changes in ({"clients_parallel": 2}, {"engine": "flower"}):
         recipe = composed(regularizers=[in_a_cell()()], **changes)
         with pytest.raises(fedssl.UserError, match=r"^[^\n]*class Cell was defined in a notebook or a script, which"):
             build_federation(recipe)

@@ -1,4 +1,4 @@
-"""Worker processes, for several clients at a time or for one client: errors, ends, and what they are sent."""
+"""Worker processes for several clients at a time: errors, ends, and what they are sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fedssl.data.stored_images import open_stored_images
 from fedssl.engines.in_process import resume, run
@@ -26,33 +25,27 @@ from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
 from tests.fedssl.engines.flower.deployment import MARK, marked, poll
 from tests.fedssl.engines.short_runs import results
 
-WAYS: dict[str, dict[str, Any]] = {"two clients at a time": {"clients_parallel": 2}, "two processes a client": {}}
-if not dist.is_available():
-    del WAYS["two processes a client"]
-
 
 @pytest.fixture(scope="module")
 def recipe_of(noisy):
-    """Build a recipe whose clients are trained in one of `WAYS`, or in this process."""
+    """Build a recipe whose clients are trained by two workers, or in this process."""
 
-    def build(way: str | None = None, training: dict[str, Any] | None = None, **changes: Any) -> Recipe:
-        processes = 2 if way == "two processes a client" else 1
-        own = {"local_epochs": 1, "batch_size": 8, "processes": processes} | (training or {})
+    def build(parallel: int = 2, training: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+        own = {"local_epochs": 1, "batch_size": 8} | (training or {})
         evaluation = {"neighbors": 3, "linear": {"epochs": 1}}
         partition = {"name": "iid", "clients": 3}
         values = AVERAGED | {"evaluation": evaluation, "partition": partition} | changes
-        return noisy(**values, training=own, **WAYS.get(way or "", {}))
+        return noisy(**values, training=own, clients_parallel=parallel)
 
     return build
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_diverging_client_gives_the_error_of_one_process(way, recipe_of, tmp_path):
+def test_a_diverging_client_gives_the_error_of_one_process(recipe_of, tmp_path):
     told = []
     refusal = r"client 0's loss became .* in round 1, step \d+; .* lower training.learning_rate"
-    for name in (None, way):
+    for parallel in (1, 2):
         with pytest.raises(UserError, match=refusal) as error:
-            run(recipe_of(name, objective="supervised", training={"learning_rate": 1e30}), tmp_path / str(name))
+            run(recipe_of(parallel, {"learning_rate": 1e30}, objective="supervised"), tmp_path / str(parallel))
         told.append(str(error.value))
     assert told[0] == told[1]
     assert multiprocessing.active_children() == []
@@ -60,19 +53,16 @@ def test_a_diverging_client_gives_the_error_of_one_process(way, recipe_of, tmp_p
 
 PART = """
 import os, signal
-from typing import ClassVar
-from fedssl.models.data_parallel import own_share
 from fedssl.regularizers.base import Regularizer
 
 class Mine(Regularizer):
-    data_parallel: ClassVar[bool] = True
     what: str
 
     def start_round(self, local):
         steps = []
         def term(step):
             steps.append(1)
-            if len(steps) == 2 and own_share().rank == own_share().processes - 1:
+            if len(steps) == 2:
                 if self.what == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ZeroDivisionError("in my part")
@@ -87,66 +77,46 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", TOLD)
-def test_an_error_comes_with_its_traceback_and_a_process_that_dies_is_named(what, way, recipe_of, tmp_path):
-    """Another process of the same client loses it in the middle of an exchange, and fails too."""
+def test_an_error_comes_with_its_traceback_and_a_process_that_dies_is_named(what, recipe_of, tmp_path):
     (tmp_path / "mine.py").write_text(PART)
     kind, told = TOLD[what]
     with pytest.raises(kind, match=told):
-        run(recipe_of(way, regularizers=[{"name": str(tmp_path / "mine.py"), "what": what}]), tmp_path / "a")
+        run(recipe_of(regularizers=[{"name": str(tmp_path / "mine.py"), "what": what}]), tmp_path / "a")
     assert multiprocessing.active_children() == []
 
 
 class KillsWorkers(Observer):
-    """Kills workers of these numbers, or all, when the second client of the second round is about to begin."""
+    """Kills all workers when the second client of the second round is about to begin."""
 
-    def __init__(self, which: slice) -> None:
-        self.which = which
+    def __init__(self) -> None:
         self.clients: list[int] = []  # that have begun in the second round
 
     def client_began(self, round_number: int, index: int, position: int, clients: int) -> None:
         if round_number == 2:
             self.clients.append(index)
         if len(self.clients) == 2:
-            for worker in sorted(multiprocessing.active_children(), key=lambda worker: worker.name)[self.which]:
+            for worker in multiprocessing.active_children():
                 os.kill(worker.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("way", "which"),
-    [
-        ("two clients at a time", slice(None)),
-        ("two processes a client", slice(1, 2)),
-        pytest.param("two processes a client", slice(0, 1), marks=pytest.mark.nightly),
-    ],
-)
-def test_a_killed_worker_is_told_with_its_client_and_the_run_resumes(way, which, recipe_of, finished, tmp_path):
-    progress = KillsWorkers(which)
+def test_a_killed_worker_is_told_with_its_client_and_the_run_resumes(recipe_of, finished, tmp_path):
+    progress = KillsWorkers()
     with pytest.raises(UserError, match=r"the worker process of client \d was ended by signal SIGKILL") as error:
-        run(recipe_of(way), tmp_path / "a", progress)
+        run(recipe_of(), tmp_path / "a", progress)
     assert len(progress.clients) == 2
     assert int(str(error.value).split("client ")[1].split()[0]) in progress.clients
     assert multiprocessing.active_children() == []
     assert RunDirectory.open(tmp_path / "a").checkpoint.round == 1
     assert resume(tmp_path / "a").checkpoint.finished
-    if way == "two clients at a time":
-        assert results(tmp_path / "a") == results(finished(recipe_of()))
+    assert results(tmp_path / "a") == results(finished(recipe_of(parallel=1)))
 
 
-@pytest.mark.parametrize(
-    ("way", "kind"),
-    [
-        ("two clients at a time", "SIGINT"),
-        ("two processes a client", "SIGKILL"),
-        pytest.param("two clients at a time", "SIGKILL", marks=pytest.mark.nightly),
-        pytest.param("two processes a client", "SIGINT", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_stopped_command_leaves_no_process_and_resumes(way, kind, recipe_of, finished, tmp_path):
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGKILL"])
+def test_a_stopped_command_leaves_no_process_and_resumes(kind, recipe_of, finished, tmp_path):
     """Ctrl-C goes to all processes of a terminal, SIGKILL to the command alone."""
     changes = {"rounds": 12, "evaluation": {"neighbors": 3, "linear": {"epochs": 1}, "every": 0}}
-    (tmp_path / "recipe.yaml").write_text(recipe_of(way, **changes).to_yaml())
+    (tmp_path / "recipe.yaml").write_text(recipe_of(**changes).to_yaml())
     path = tmp_path / "stopped"
     process = subprocess.Popen(
         [sys.executable, "-m", "fedssl", "run", str(tmp_path / "recipe.yaml"), "--output", str(path)],
@@ -170,9 +140,8 @@ def test_a_stopped_command_leaves_no_process_and_resumes(way, kind, recipe_of, f
         assert f"continue with: fedssl run --resume {path}" in output
     poll(lambda: marked(f"{tmp_path}/") == [], "no process is left", seconds=60)
     assert not RunDirectory.open(path).checkpoint.finished
-    if way == "two clients at a time":
-        resume(path)
-        assert results(path) == results(finished(recipe_of(**changes)))
+    resume(path)
+    assert results(path) == results(finished(recipe_of(parallel=1, **changes)))
 
 
 # What workers are sent

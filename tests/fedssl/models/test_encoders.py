@@ -11,7 +11,6 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.models import encoders
 from fedssl.models.encoders import build_encoder, encoder_names, has_small_image_stem
-from fedssl.models.view_threads import sharing_problem
 
 SMALL = [
     "small_convnet",
@@ -33,9 +32,8 @@ def documented_rows():
 
 
 @pytest.mark.parametrize("name", [*SMALL, "mobilenetv3_small_050"])
-def test_output_is_one_vector_an_image_with_gradients_and_can_be_shared_among_processes(name):
+def test_output_is_one_vector_an_image_with_gradients(name):
     encoder = build_encoder(name, 3, 32)
-    assert sharing_problem(encoder) is None
     assert all(module.training for module in encoder.modules())
     for entry, tensor in encoder.named_buffers():  # nothing is left of the images that probe the network
         assert not entry.endswith("num_batches_tracked") or int(tensor) == 0

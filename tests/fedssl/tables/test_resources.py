@@ -15,7 +15,6 @@ from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
-from fedssl.reports import cost
 from fedssl.reports.cost import estimate, totals
 from fedssl.tables.dry_run import dry_run, run_cost, training_data
 from fedssl.tables.resources import run_resource_table
@@ -144,7 +143,7 @@ def table(tmp_path):
 @pytest.fixture
 def short_timings(monkeypatch):
     """One step of each kind is timed, in the smallest batch."""
-    monkeypatch.setattr(cost, "_TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("fedssl.tables.dry_run._TIMED_SECONDS", 0.0)
 
 
 def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, fedssl, tmp_path):
@@ -166,6 +165,22 @@ def test_operations_are_those_of_fedssl_cost(values):
     found = run_cost(recipe, data, {})
     assert found.flops == totals(estimate(build_federation(recipe)))["flops"]
     assert found.seconds > 0
+
+
+@pytest.mark.parametrize(("seconds_an_image", "largest"), [(0.5, 2), (0.07, 3), (0.001, 5)])
+def test_hours_follow_from_the_largest_batch_of_which_a_second_holds_some(seconds_an_image, largest, monkeypatch):
+    """Of a machine that takes as long for an image, and for an operation of it, at every batch and in every stage."""
+    sizes = []
+
+    def timed(federation, server, k, number, seconds, clock):
+        sizes.append(federation.method.training.batch_size)
+        return seconds_an_image * sizes[-1], 100 * sizes[-1]
+
+    monkeypatch.setattr("fedssl.tables.dry_run.timed_step", timed)
+    recipe = parse_recipe(tiny_values(**SMALL, schedule=STAGES))
+    found = run_cost(recipe, training_data(recipe.data, recipe.seed, None), {})
+    assert sizes == [2, largest]
+    assert found.seconds == pytest.approx(found.flops * seconds_an_image / 100)
 
 
 @pytest.mark.usefixtures("short_timings")
