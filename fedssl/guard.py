@@ -8,11 +8,11 @@ honest client is the greater harm. The images by which a client counts are limit
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -53,8 +53,9 @@ class GuardOptions(Options):
         None,
         gt=0,
         le=1,
-        description="of a round's change of the weights that one client has (its images times its own change); beyond "
-        "that it counts by fewer images. By default 1/2 for sites, whose images nobody else counts, else 1",
+        description="of a round's change of the weights that one client has (its images times its own change), and of "
+        "the mean kernel; beyond that it counts by less. Below 1 running statistics are the clients' median. By "
+        "default 1/2 for sites, whose images nobody else counts, else 1",
     )
 
 
@@ -90,7 +91,8 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
     if a metric has a name that only the server may use. The reason names the first fault. The answers that are left are
     compared with each other, see `outliers`.
 
-    An answer's tensor has the dtype of the server's entry of the same name; `largest` is `GuardOptions.largest_value`.
+    An answer's tensor has the dtype of the server's entry of the same name, and is float32 where it was asked for and
+    there is none. `largest` is `GuardOptions.largest_value`.
     """
     extremes = {k: {name: _extremes(tensor) for name, tensor in reply.tensors.items()} for k, reply in replies.items()}
     sizes: dict[str, int | range | None] = {**_shared_sizes(replies, asked.expected), **asked.sizes}
@@ -204,8 +206,9 @@ def _fault_of_tensors(
         if asked.complete and name not in asked.expected[k]:
             return f"{name} was not asked for"
         known, (low, high) = server.tensors.get(name), extremes[name]
-        if known is not None and tensor.dtype != known.dtype:
-            return f"{name} has dtype {tensor.dtype}, expected {known.dtype}"
+        wanted = torch.float32 if known is None else known.dtype
+        if tensor.dtype != wanted and (known is not None or name in asked.expected[k]):
+            return f"{name} has dtype {tensor.dtype}, expected {wanted}"
         if tensor.is_complex():
             return f"{name} has dtype {tensor.dtype}, expected real numbers"
         if math.isnan(low) or math.isnan(high):
@@ -232,9 +235,11 @@ def _fault_of_numbers(reply: Message, images: int | None) -> str | None:
     for name in reply.metrics:
         if is_reserved(name):
             return f"the metric {name} has a name that only the server may use"
-    # A metric may be as large as the operations of a round.
-    for kind, values, most in (("number", reply.numbers, 1e12), ("metric", reply.metrics, sys.float_info.max)):
+    # A metric may be as large as the operations of a round, and the mean over the clients must be a number.
+    for kind, values, most in (("number", reply.numbers, 1e12), ("metric", reply.metrics, 1e30)):
         for name, value in values.items():
+            if not name.isascii():  # it could look like another name
+                return f"the name of a {kind} is {name[:_LONGEST_NAME]!a}, expected ASCII characters alone"
             if len(name) > _LONGEST_NAME:
                 return f"the name of a {kind} has {len(name)} characters, more than {_LONGEST_NAME}"
             if not abs(value) <= most:  # NaN compares false

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,6 +26,7 @@ from .objectives.base import Objective
 from .outliers import weight_changes
 from .randomness import deterministic_on, seeded
 from .regularizers.base import Regularizer
+from .running_statistics import joined_statistics
 from .schedules.base import Plan, Schedule
 from .training import TrainingOptions, train_before_rounds, train_locally
 
@@ -96,10 +98,13 @@ class Method:
 
     def broadcast(self, server: Message, clients: list[int], round_number: int) -> dict[int, Message]:
         """Return what each client receives in a round."""
+        return to_transport(self._messages(server, clients, round_number), self.transport)
+
+    def _messages(self, server: Message, clients: list[int], round_number: int) -> dict[int, Message]:
         travelling = self._travelling(round_number)
         sent = [a.broadcast(server, clients, travelling) for a in self.aggregators]
         sent.append({k: self._lacking(server, k, round_number) for k in clients})
-        return to_transport({k: merge(messages[k] for messages in sent) for k in clients}, self.transport)
+        return {k: merge(messages[k] for messages in sent) for k in clients}
 
     def _lacking(self, server: Message, client: int, round_number: int) -> Message:
         """Return the final layers of the schedule that a client does not have yet."""
@@ -122,9 +127,10 @@ class Method:
 
         Without any reply, for instance if all sampled clients dropped out, nothing changes. The state's metrics are
         what the aggregators log of the round, and its config's `refused/CLIENT` says why a broken reply was left out
-        (guard.py), `capped/CLIENT` why one counts by fewer images than it says. Where `samples` gives a client's number
-        of images, its reply may say up to twice as many. `kept` returns a reply in float32 as it is kept until it is
-        aggregated, for instance on the disk.
+        (guard.py), `capped/CLIENT` why one counts by less than it says. Where `samples` gives a client's number of
+        images, its reply may say up to twice as many. `kept` returns a reply in float32 as it is kept until it is
+        aggregated, for instance on the disk. A reply is left out too if the state with it fails, or the next round's
+        messages made of that state: no state that ends the run is returned.
 
         Raises:
             UserError: too few replies are left.
@@ -135,22 +141,52 @@ class Method:
         stated = dict(samples or {})
         refused = self._refusals(server, replies, working, round_number, stated)
         accepted = {k: reply for k, reply in replies.items() if k not in refused}
-        accepted, capped = self._capped(server, accepted, stated)
         if replies:
             require_answers(refused, len(replies), round_number, self.guard)
         elif round_number:  # all who were asked have dropped out: nothing changes
             working = []
+        try:
+            state = self._next_state(server, accepted, working, round_number, stated)
+        except (MemoryError, torch.OutOfMemoryError):  # no client's fault
+            raise
+        except Exception as error:
+            for k in accepted:
+                left = {other: reply for other, reply in accepted.items() if other != k}
+                with suppress(Exception):
+                    state = self._next_state(server, left, working if left else [], round_number, stated)
+                    break
+            else:
+                raise
+            refused = dict(sorted({**refused, k: f"the server cannot go on with it: {error!r}"[:500]}.items()))
+            require_answers(refused, len(replies), round_number, self.guard)
+        state.config.update({f"{REFUSED}{k}": reason for k, reason in refused.items()})
+        return state
+
+    def _next_state(
+        self,
+        server: Message,
+        replies: dict[int, Message],
+        working: list[Aggregator],
+        round_number: int,
+        stated: Mapping[int, int],
+    ) -> Message:
+        """Return the state from these replies; raise an exception where the next round's messages cannot be made."""
+        replies, capped = self._capped(server, replies, stated)
         config = {name: value for name, value in server.config.items() if not name.startswith((REFUSED, CAPPED))}
         state = Message(dict(server.tensors), dict(server.numbers), config)
         for aggregator in working:
-            changed = aggregator.aggregate(server, accepted)
+            changed = aggregator.aggregate(server, replies)
             state.tensors.update(changed.tensors)
             state.numbers.update(changed.numbers)
             state.config.update(changed.config)
             state.metrics.update(changed.metrics)
-        state.config.update({f"{REFUSED}{k}": reason for k, reason in refused.items()})
         state.config.update({f"{CAPPED}{k}": reason for k, reason in capped.items()})
-        state.numbers.update(self.note_answers(accepted, round_number))
+        state.numbers.update(self.note_answers(replies, round_number))
+        messages = self._messages(state, sorted(replies), min(round_number + 1, self.rounds))
+        sent = {id(tensor): (name, tensor) for message in messages.values() for name, tensor in message.tensors.items()}
+        for name, tensor in sent.values():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name}, which all clients get, would hold NaN or an infinity")
         return state
 
     def _capped(
@@ -173,7 +209,15 @@ class Method:
                 f"it has {share}, more than guard.largest_influence allows: it counts by {counted[k]:.4g} images"
             )
         changed = {k: replace(replies[k], numbers=replies[k].numbers | {"samples": counted[k]}) for k in reasons}
-        return replies | changed, dict(sorted(reasons.items()))
+        replies = replies | changed
+        capped_sizes = partial(capped_images, share=self.guard.largest_influence or 1.0)
+        limits = [partial(a.limited, capped=capped_sizes) for a in self.aggregators]
+        if not self.answers_are_noisy:
+            limits.append(partial(joined_statistics, everyone=self.guard.largest_influence != 1))
+        for limit in limits:
+            replies, lowered = limit(replies)
+            reasons |= {k: f"{reasons[k]}; {why}" if k in reasons else why for k, why in lowered.items()}
+        return replies, dict(sorted(reasons.items()))
 
     def note_answers(self, answered: Iterable[int], round_number: int) -> dict[str, float]:
         """Return the numbers of the server's state that say which final layers the answering clients hold."""
@@ -199,7 +243,11 @@ class Method:
             complete = complete and None not in parts
         noisy, share = self.answers_are_noisy, self.guard.largest_share
         asked = Asked(expected, complete, self.sizes, samples, noisy, share)
-        return refusals(server, replies, asked, self.guard.largest_value)
+        refused = refusals(server, replies, asked, self.guard.largest_value)
+        for k in replies.keys() - refused.keys():
+            if fault := next(filter(None, (a.fault(k, replies[k]) for a in working)), None):
+                refused[k] = fault
+        return dict(sorted(refused.items()))
 
     @property
     def sizes(self) -> dict[str, int]:

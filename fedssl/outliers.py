@@ -88,11 +88,15 @@ def compared_sizes(
     """
     single = len(replies) == 1
     multiple = _MOST_OF_OTHER if single else _MOST_OF_WEIGHT
-    own, answers = _sizes(server), {k: _sizes(reply) for k, reply in replies.items()}
+    own = _sizes(server)
+    # what only one client sends, as `dictionary.3`, is compared with what the others send, as `dictionary`
+    answers = {
+        k: {name.removesuffix(f".{k}"): size for name, size in _sizes(reply).items()} for k, reply in replies.items()
+    }
     counts = _counts_of_weights(server)
     typical = _typical(own, counts)
     for name in dict.fromkeys(name for answer in answers.values() for name in answer):
-        if alone and name not in counts:
+        if name not in counts and (alone or (name not in own and len(answers) < _ENOUGH)):
             continue
         for i, measure in enumerate(_MEASURES):
             holders = {k: answer[name][i] for k, answer in answers.items() if name in answer}

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
+
 from ..client import LocalRound
 from ..messages import Message
 from ..models.model import Model
@@ -20,6 +22,14 @@ PROJECTION = "features of a projection"
 OWN_IMAGES = "images of the client"
 #: trains the model of a round on its client's images by the recipe's objective for so many epochs
 Train = Callable[[LocalRound, int], None]
+#: returns by client the sizes that are lower than the given ones, so that no client has more than its share of the sum
+Capped = Callable[[dict[int, float]], dict[int, float]]
+
+
+def fault_of_unit_rows(reply: Message, name: str) -> str | None:
+    """Return why a tensor of an answer does not hold rows of length 1, or shorter; rounding may lengthen them."""
+    longest = float(torch.linalg.vector_norm(reply.tensors[name], dim=1).max())
+    return f"{name} has a row of length {longest:.3g}, expected at most 1" if longest > 1.1 else None
 
 
 class Aggregator(Part):
@@ -70,9 +80,18 @@ class Aggregator(Part):
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
         """Names and shapes of the tensors that a client's `collect` sends; the guard refuses an answer without them.
 
-        A part that returns None states no names and shapes; then the guard checks only the values that are sent.
+        They are float32 where the server has no entry of their name. A part that returns None states no names and
+        shapes; then the guard checks only the values that are sent.
         """
         return {name: tuple(server.tensors[name].shape) for name in travelling} if self.exchanges_weights else None
+
+    def fault(self, client: int, reply: Message) -> str | None:
+        """Return why the values of an answer with the `expected` tensors cannot be right; None where they can."""
+        return None
+
+    def limited(self, replies: dict[int, Message], capped: Capped) -> tuple[dict[int, Message], dict[int, str]]:
+        """Return the answers with no client's above its share of what they sum to, and by client what was lowered."""
+        return replies, {}
 
     @abstractmethod
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:

@@ -11,7 +11,7 @@ from ..data.pixels import normalize
 from ..errors import UserError
 from ..messages import Message
 from ..models.model import Model
-from .base import OWN_IMAGES, PROJECTION, Aggregator, Shape
+from .base import OWN_IMAGES, PROJECTION, Aggregator, Shape, fault_of_unit_rows
 
 DICTIONARY = "dictionary"
 
@@ -64,6 +64,9 @@ class Dictionary(Aggregator):
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
         rows = OWN_IMAGES if self.samples is None else range(1, self.samples + 1)
         return {f"{DICTIONARY}.{client}": (rows, PROJECTION)}
+
+    def fault(self, client: int, reply: Message) -> str | None:
+        return fault_of_unit_rows(reply, f"{DICTIONARY}.{client}")
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         return Message({f"{DICTIONARY}.{k}": replies[k].tensors[f"{DICTIONARY}.{k}"] for k in sorted(replies)})

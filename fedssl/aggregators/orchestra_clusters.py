@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..messages import Message
 from ..models.model import Model
 from ..objectives.orchestra import OrchestraModel
-from .base import Aggregator, Shape
+from .base import Aggregator, Shape, fault_of_unit_rows
 from .weighted_mean import weighted_mean
 
 GLOBAL = "centroids"  # the model's own name for them, so that a client's local update loads them
@@ -95,6 +95,9 @@ class OrchestraClusters(Aggregator):
         shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in target_of(server).items()}
         shapes[LOCAL] = (self.local_clusters, server.tensors[GLOBAL].shape[1])
         return shapes
+
+    def fault(self, client: int, reply: Message) -> str | None:
+        return fault_of_unit_rows(reply, LOCAL)
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         points = torch.cat([replies[k].tensors[LOCAL] for k in sorted(replies)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from ..evaluation.metrics import effective_rank
 from ..messages import Message
 from ..models.model import Layer, untouched_running_statistics
 from ..models.weights import frozen_encoder
-from .base import PUBLIC_IMAGES, Aggregator, Shape
+from .base import PUBLIC_IMAGES, Aggregator, Capped, Shape
 
 FACTOR = "alignment.factor"
 KERNEL = "alignment.kernel"
@@ -32,6 +33,8 @@ RELATIVE_RANK_TOLERANCE = 1e-6
 RELATIVE_FACTOR_TOLERANCE = 1e-7
 # The median distance of so many images, 2 million pairs, is near to that of all.
 MOST_ROWS_OF_MEDIAN = 2000
+# No known encoder has as many features.
+MOST_FEATURES = 2**13
 
 
 def whitening_matrix(representation: Tensor, power: float = -0.25) -> Tensor:
@@ -48,10 +51,14 @@ def whitening_matrix(representation: Tensor, power: float = -0.25) -> Tensor:
     return ((vectors * scale) @ vectors.T).to(representation.dtype)
 
 
+def median_distance(representation: Tensor) -> Tensor:
+    """Return the median distance between two rows of A [L, d]."""
+    return torch.pdist(representation[:MOST_ROWS_OF_MEDIAN]).median()
+
+
 def gaussian_kernel(representation: Tensor, bandwidth: float) -> Tensor:
     """Return exp(-|a_i - a_j|^2 / (2 s^2)), [L, L] from A [L, d]; s is `bandwidth` times the median of |a_i - a_j|."""
-    deviation = bandwidth * torch.pdist(representation[:MOST_ROWS_OF_MEDIAN]).median()
-    a = representation / deviation.clamp_min(1e-30)
+    a = representation / (bandwidth * median_distance(representation)).clamp_min(1e-30)
     products, squares = a @ a.T, a.square().sum(dim=1)
     return (products - (squares + squares[:, None]) / 2).clamp_max(0).exp()
 
@@ -69,11 +76,23 @@ def shared_directions(factors: list[Tensor], weights: list[float], count: int) -
     k is `count`, or more where directions that are as shared as the last one come along, so that G G' follows from
     sum_j w_j P_j alone: all of a single client's do. It is less where there are no more directions.
     """
-    wide = [factor.to(torch.float64) for factor in factors]
-    factor = join_factors([a @ whitening_matrix(a, power=-0.5) for a in wide], weights)
+    wide = [_narrow(factor.to(torch.float64)) for factor in factors]
+    factor = _narrow(join_factors([a @ whitening_matrix(a, power=-0.5) for a in wide], weights))
     values, vectors = torch.linalg.eigh(factor.T @ factor)
     keep = values >= values[-min(count, len(values))] - RELATIVE_RANK_TOLERANCE * values[-1]
     return (factor @ vectors[:, keep]).to(factors[0].dtype)
+
+
+def _kernel_norm(representation: Tensor) -> float:
+    """Return the Frobenius norm of A A', from A [L, d]."""
+    a = representation.to(torch.float64)
+    return float((a.T @ a if a.shape[1] <= a.shape[0] else a @ a.T).norm())
+
+
+def _narrow(factor: Tensor) -> Tensor:
+    """Return G [L, min(L, D)] with G G' = F F' from F [L, D]: an eigendecomposition takes D^3 operations."""
+    rows, columns = factor.shape
+    return factor if columns <= rows else torch.linalg.qr(factor.T, mode="r").R.T
 
 
 def canonical_factor(factor: Tensor) -> Tensor:
@@ -326,7 +345,32 @@ class RepresentationMean(Aggregator):
         return a, None
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        return {f"representation.{client}": (PUBLIC_IMAGES, None)} if self._renews(server) else {}
+        return (
+            {f"representation.{client}": (PUBLIC_IMAGES, range(1, MOST_FEATURES + 1))} if self._renews(server) else {}
+        )
+
+    def fault(self, client: int, reply: Message) -> str | None:
+        name = f"representation.{client}"
+        if (a := reply.tensors.get(name)) is None:
+            return None
+        if self.kernel == "gaussian" and len(a) > 1 and not float(median_distance(a)) > 0:
+            return f"{name} has the same row for most public images (median distance 0), so it has no gaussian kernel"
+        if self.kernel == "frobenius" and (norm := _kernel_norm(a)) > 1.1:
+            return f"{name} has a kernel of norm {norm:.3g}, expected 1"
+        return None
+
+    def limited(self, replies: dict[int, Message], capped: Capped) -> tuple[dict[int, Message], dict[int, str]]:
+        names = {k: f"representation.{k}" for k in replies}
+        sizes = {k: _kernel_norm(replies[k].tensors[name]) for k, name in names.items() if name in replies[k].tensors}
+        if self.kernel == "gaussian" or len(sizes) < 3:  # whose size says nothing; two say nothing of each other
+            return replies, {}
+        lowered, reasons = dict(replies), {}
+        for k, most in capped(sizes).items():
+            scaled = replies[k].tensors[names[k]] * (most / sizes[k]) ** 0.5
+            lowered[k] = replace(replies[k], tensors=replies[k].tensors | {names[k]: scaled})
+            part = f"{100 * sizes[k] / sum(sizes.values()):.4g} % of the sum of the clients' kernels"
+            reasons[k] = f"its kernel is {part}, more than guard.largest_influence allows: it is made smaller"
+        return lowered, reasons
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         numbers = {ROUND: server.numbers.get(ROUND, -1.0) + 1} if self.renew_every > 1 else {}

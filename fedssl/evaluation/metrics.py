@@ -312,8 +312,8 @@ def is_measure(metric: str) -> bool:
 
 
 def is_reserved(metric: str) -> bool:
-    """Check whether the evaluation or an engine writes this metric, so that clients must not send one of its name."""
-    return is_measure(metric) or (metric in METRICS and METRICS[metric].written_by == "engine")
+    """Check whether something else than training writes this metric, so that clients must not send one of its name."""
+    return is_measure(metric) or (metric in METRICS and METRICS[metric].written_by != "training")
 
 
 def is_accuracy(metric: str) -> bool:

@@ -97,6 +97,12 @@ class FlowerOptions(Options):
     round_seconds: float = Field(
         3600, gt=0, description="seconds that a round waits for answers; later ones are ignored"
     )
+    grace: float | None = Field(
+        None,
+        ge=1,
+        description="a round no longer waits after so many times the median client's seconds, and a minute at least, "
+        "once more than half have answered; null: it waits round_seconds",
+    )
     connect_seconds: float = Field(600, gt=0, description="seconds to wait for clients to connect")
     differential_privacy: Annotated[LocalDP | FixedClipping, Field(discriminator="name")] | None = Field(
         None, description="noise that hides each client's weights; null: none (docs/deploy.md)"

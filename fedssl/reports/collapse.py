@@ -164,7 +164,7 @@ def _can_be_drawn(analysis: Collapse) -> bool:
 
 def _write(analysis: Collapse, path: Path) -> None:
     folder = path / "figures"
-    make_folder(folder)
+    make_folder(folder, within_run=True)
     by_method = {path.name: analysis}
     singular_values, spheres, tsne = draw_log_singular_values(by_method), draw_spheres(by_method), draw_tsne(by_method)
     for name, figure in (("log_singular_values", singular_values), ("sphere", spheres), ("tsne", tsne)):

@@ -48,6 +48,7 @@ from .storage import (
     write_atomically,
     write_message,
     writing,
+    written_in_place,
 )
 
 MetricRow = tuple[int, str, str, float]
@@ -134,13 +135,8 @@ class RunDirectory:
         return [(int(row["round"]), int(row["client"]), row["reason"]) for row in rows]
 
     def _append(self, name: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-        path = self.path / name
-        with writing(path):
-            text = csv_text(rows if path.exists() else [header, *rows])
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
+        with written_in_place(self.path / name) as file:
+            file.write(csv_text(rows if file.tell() else [header, *rows]).encode())
 
     def read_metrics(self) -> list[MetricRow]:
         """Return the committed metrics in their order; without a manifest, as in a copy, those of all complete lines.
@@ -372,7 +368,8 @@ class RunDirectory:
                 if path.exists() and not length:
                     path.unlink()
                 elif path.exists() and path.stat().st_size > length:
-                    os.truncate(path, length)
+                    with written_in_place(path) as file:
+                        file.truncate(length)
         if not self.checkpoint.finished:  # of a round that was once the last one
             (self.path / "spectrum.csv").unlink(missing_ok=True)
         self._remove_unused()

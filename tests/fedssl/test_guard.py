@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from unittest.mock import call, create_autospec
 
 import pytest
 import torch
 
+from fedssl.aggregators.weighted_mean import WeightedMean
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
@@ -55,6 +57,9 @@ BROKEN = [
     (answer({"x" * 10**6: torch.ones(1)}), "x" * 500),
     (answer(metrics={f"m{i}": 1.0 for i in range(1000)}), "numbers and metrics, more than 1000"),
     (answer(metrics={"bytes_up": 1.0}), "bytes_up has a name that only the server may use"),
+    (answer(metrics={"local_model_distance": 1.0}), "local_model_distance has a name that only the server may use"),
+    (answer(metrics={"k\u200bnn": 99.0}), r"the name of a metric is 'k\u200bnn', expected ASCII characters alone"),
+    (answer(metrics={"loss": 1.7e308}), "the metric loss is 1.7e+308"),
     (answer(without="samples"), "samples is missing, expected a positive number"),
     (answer(numbers={"samples": math.nan}), "samples is nan"),
     (answer(numbers={"samples": 1e15}), "the number samples is 1000000000000000"),
@@ -67,7 +72,8 @@ BROKEN = [
 def test_what_is_refused_and_why(reply, reason):
     replies = {0: answer(), 3: reply, 5: answer()}
     expected = EXPECTED | ({"online.half": (2,)} if "online.half" in reply.tensors else {})
-    refused = refusals(SERVER, replies, Asked({0: EXPECTED, 3: expected, 5: EXPECTED}), 1e6)
+    server = replace(SERVER, tensors=SERVER.tensors | {"online.half": torch.zeros(2).bfloat16()})
+    refused = refusals(server, replies, Asked({0: EXPECTED, 3: expected, 5: EXPECTED}), 1e6)
     assert list(refused) == [3]
     assert reason in refused[3]
     assert len(refused[3]) <= 500
@@ -80,9 +86,29 @@ def test_sound_answers_pass():
     assert refusals(SERVER, unknown, Asked({0: EXPECTED}, complete=False), 1e6) == {}
     large = {0: answer(metrics={"flops": 1e15})}  # what is only logged: a round of a ResNet-18
     assert refusals(SERVER, large, Asked({0: EXPECTED}), 1e6) == {}
-    # representations of different architectures may differ by any factor
-    replies = {k: Message({f"r.{k}": torch.full((2, 2), 9e5 if k == 7 else 2.0)}, {"samples": 1.0}) for k in (3, 5, 7)}
-    assert refusals(Message(), replies, Asked({k: {f"r.{k}": (2, 2)} for k in replies}), 1e6) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    # representations of different architectures may differ much; of two nobody knows which is right
+    [((2.0, 2.0, 1900.0), []), ((2.0, 2.0, 2100.0), [2]), ((1.0, 9e5), []), ((1e-9, 3.0, 2.0), [])],
+)
+def test_what_one_client_sends_is_compared_with_what_the_others_send_under_their_numbers(values, refused):
+    replies = {k: Message({f"r.{k}": torch.full((2, 2), value)}, {"samples": 1.0}) for k, value in enumerate(values)}
+    reasons = refusals(Message(), replies, Asked({k: {f"r.{k}": (2, 2)} for k in replies}), 1e6)
+    assert list(reasons) == refused
+    assert all("r holds, as root mean square, 2.1e+03, far above" in reason for reason in reasons.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.float16])
+def test_what_the_server_has_no_entry_of_is_float32(dtype):
+    replies = {k: Message({f"r.{k}": torch.ones(2, 2)}, {"samples": 1.0}) for k in range(3)}
+    replies[1].tensors["r.1"] = torch.ones(2, 2, dtype=dtype)
+    asked = Asked({k: {f"r.{k}": (2, 2)} for k in replies})
+    assert refusals(Message(), replies, asked, 1e6) == {1: f"r.1 has dtype {dtype}, expected torch.float32"}
+    # a part that does not say what it sends
+    if dtype != torch.bool:
+        assert refusals(Message(), replies, Asked({k: {} for k in replies}, complete=False), 1e6) == {}
 
 
 WEIGHT, MEAN = "online.w", "norm.running_mean"
@@ -177,9 +203,9 @@ def test_by_how_many_images_a_client_counts(images, share, capped):
 @pytest.mark.parametrize("name", ["online.norm.running_var", "online.norm.num_batches_tracked"])
 def test_variances_and_counters_are_not_negative(name):
     replies = {k: Message({name: torch.tensor([3, 4 - 5 * k])}, {"samples": 1.0}) for k in (0, 1)}
-    expected = {key: {name: (2,)} for key in replies}
-    assert refusals(Message(), replies, Asked(expected), 1e6) == {1: f"{name} holds -1, expected no negative value"}
-    assert refusals(Message(), replies, Asked(expected, noisy=True), 1e6) == {}
+    expected, server = {key: {name: (2,)} for key in replies}, Message({name: torch.tensor([1, 1])})
+    assert refusals(server, replies, Asked(expected), 1e6) == {1: f"{name} holds -1, expected no negative value"}
+    assert refusals(server, replies, Asked(expected, noisy=True), 1e6) == {}
 
 
 def test_samples_are_about_the_clients_images():
@@ -315,6 +341,81 @@ def test_representations_of_a_wrong_size_expel_only_their_sender(kind, tiny, tmp
     run(tiny(**kind | SMALL, rounds=1, partition={"name": "iid", "clients": 2}), tmp_path / "a", told)
     assert told.warn.mock_calls
     assert all("the answer of client 0 is left out: " in warning.args[0] for warning in told.warn.mock_calls)
+
+
+GAUSSIAN = ALIGNED | {"aggregators": [{"name": "representation_mean", "kernel": "gaussian"}]}
+FROBENIUS = ALIGNED | {"aggregators": [{"name": "representation_mean", "kernel": "frobenius"}]}
+DICTIONARY = {"aggregators": [{"name": "dictionary", "samples": 8}], **SIMCLR}
+CLUSTERS = small("orchestra").model_dump(include={"objective", "aggregators", "local_update", "augmentation"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        (ALIGNED, lambda t: t[:, :0], "has shape [20, 0], expected [20, 1 to 8192]"),
+        (ALIGNED, lambda t: t[:, :1].expand(-1, 9000), "has shape [20, 9000], expected [20, 1 to 8192]"),
+        (GAUSSIAN, lambda t: t[:1].expand(20, -1), "has the same row for most public images (median distance 0)"),
+        (GAUSSIAN, lambda t: t.bool(), "has dtype torch.bool, expected torch.float32"),
+        (FROBENIUS, lambda t: 10 * t, "has a kernel of norm 100, expected 1"),
+        (DICTIONARY, lambda t: 100 * t, "has a row of length 100, expected at most 1"),
+        (DICTIONARY, lambda t: t.double(), "has dtype torch.float64, expected torch.float32"),
+        (CLUSTERS, lambda t: 100 * t, "has a row of length 100, expected at most 1"),
+    ],
+)
+def test_what_only_one_client_sends_is_refused_where_it_cannot_be_right(kind, change, reason, tiny, monkeypatch):
+    """The others' answers, and the state without the bad one, are as if it had not answered."""
+    federation = build_federation(tiny(**kind | SMALL))
+    method, server = federation.method, federation.method.initial_state()
+    clients = [federation.client(k, Message()) for k in range(3)]
+    number = 0 if method.opening_round else 1
+    sent = (method.broadcast_opening if number == 0 else lambda *a: method.broadcast(*a, 1))(server, [0, 1, 2])
+    replies = {client.index: method.client_round(client, sent[client.index], number) for client in clients}
+    [name] = [name for name in replies[1].tensors if name.startswith(("representation", "dictionary", "local_"))]
+    replies[1].tensors[name] = change(replies[1].tensors[name])
+    after = method.aggregate(server, replies, number)
+    assert list(refused_in(after)) == [1]
+    assert f"{name} {reason}" in refused_in(after)[1]
+    without = method.aggregate(server, {k: replies[k] for k in (0, 2)}, number)
+    assert all(torch.equal(tensor, without.tensors[name]) for name, tensor in after.tensors.items())
+
+
+@pytest.mark.parametrize("fails", ["aggregate", "broadcast", "NaN"])
+def test_an_answer_with_which_the_server_fails_is_refused_before_it_is_committed(fails, tiny, monkeypatch):
+    """Client 1 of three alone makes the joining fail, or the next round's messages, or what they hold."""
+    method = build_federation(tiny(**AVERAGED)).method
+    server = method.initial_state()
+    replies = {k: replace(server.copy(), numbers={"samples": 10}) for k in range(3)}
+    names = [name for name in server.tensors if name.endswith("conv1.weight") or "blocks.0.weight" in name][:1]
+    replies[1].tensors[names[0]] *= 1.5
+
+    def is_bad(message):
+        return not torch.equal(message.tensors[names[0]], server.tensors[names[0]])
+
+    real_join, real_send = WeightedMean.aggregate, WeightedMean.broadcast
+
+    def aggregate(self, server, answers):
+        if fails == "aggregate" and any(map(is_bad, answers.values())):
+            raise IndexError("no such row")
+        return real_join(self, server, answers)
+
+    def broadcast(self, state, clients, travelling):
+        if fails == "broadcast" and is_bad(state):
+            raise IndexError("no such row")
+        if fails == "NaN" and is_bad(state):
+            state = Message({name: tensor * math.nan for name, tensor in state.tensors.items()})
+        return real_send(self, state, clients, travelling)
+
+    monkeypatch.setattr(WeightedMean, "aggregate", aggregate)
+    monkeypatch.setattr(WeightedMean, "broadcast", broadcast)
+    after = method.aggregate(server, replies, 1)
+    assert list(refused_in(after)) == [1]
+    assert refused_in(after)[1].startswith("the server cannot go on with it: ")
+    assert all(torch.equal(tensor, server.tensors[name]) for name, tensor in after.tensors.items())
+    method.broadcast(after, [0, 1, 2], 2)
+    with pytest.raises(UserError, match=r"0 of 1 answers are valid.*client 1: the server cannot go on with it"):
+        method.aggregate(server, {1: replies[1]}, 1)
+    with pytest.raises((IndexError, ValueError)):  # not one client's fault
+        method.aggregate(server, {0: replies[1], 1: replies[1], 2: replies[1]}, 1)
 
 
 @pytest.mark.parametrize("name", ["fedema", "orchestra", "fedca"])

@@ -184,6 +184,62 @@ def test_a_site_that_states_as_many_images_as_its_share_allows_cannot_turn_the_m
     assert all("guard.largest_influence allows: it counts by" in done.capped[n][BAD] for n in range(1, ROUNDS + 1))
 
 
+def far_statistics(end: str, change: Callable[[Tensor, Tensor], Tensor]) -> Attack:
+    """Running statistics are changed, all else stays; `change` is told the means and the standard deviations."""
+
+    def act(server: Message, reply: Message) -> Message:
+        names = [name for name in reply.tensors if name.endswith(end)]
+        variances = {name: reply.tensors[name.removesuffix(end) + ".running_var"] for name in names}
+        far = {n: change(reply.tensors[n], variances[n].clamp_min(float(variances[n].mean())).sqrt()) for n in names}
+        return replace(reply, tensors=reply.tensors | far)
+
+    return act
+
+
+#: by name the attack, and what is said of it in every round if anything
+STATISTICS: dict[str, tuple[Attack, str | None]] = {
+    "100 times the means": (far_statistics(".running_mean", lambda mean, deviation: 100 * mean), "deviations off"),
+    "10 times the means": (far_statistics(".running_mean", lambda mean, deviation: 10 * mean), "deviations off"),
+    "0.3 deviations": (far_statistics(".running_mean", lambda mean, deviation: mean + 0.3 * deviation), None),
+    "a deviation": (far_statistics(".running_mean", lambda mean, deviation: mean + deviation), "deviations off"),
+    "no variance": (far_statistics(".running_var", lambda variance, deviation: 0 * variance), "is on average 0 times"),
+    "20 variances": (far_statistics(".running_var", lambda variance, deviation: 20 * variance), "times their median"),
+}
+
+
+@pytest.mark.parametrize("part", ["weighted_mean", "eua", "l_dawa", "mgda"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_no_site_moves_a_running_statistic_beyond_the_others(name, part, five, without, tiny):
+    """At sites the statistics are the median; elsewhere those that are far off do not count."""
+    attack, reason = STATISTICS[name]
+    method = five.method if part == "weighted_mean" else build_federation(tiny(**FIVE | {"aggregators": [part]})).method
+    sites = replace(method, guard=method.guard.model_copy(update={"largest_influence": 0.5}))
+    for number in (1, 5, 10):
+        before, replies = (
+            replace(without.servers[number - 1], numbers={"l_dawa.rounds": 9}),
+            dict(without.replies[number]),
+        )
+        replies[BAD] = attack(before, replies[BAD])
+        for judge, at_sites in ((sites, True), (method, False)):
+            after = judge.aggregate(before, replies, number, images(64))
+            outcome = refused_in(after) | capped_in(after)
+            if reason is not None:
+                assert reason in outcome[BAD] or "far above" in outcome[BAD]
+            assert set(outcome) <= {BAD}
+            for n, tensor in after.tensors.items() if at_sites or reason else ():
+                if n.endswith(("running_mean", "running_var")):
+                    honest = torch.stack([replies[k].tensors[n] for k in range(4)])
+                    assert (tensor >= honest.amin(dim=0) - 1e-6).all()
+                    assert (tensor <= honest.amax(dim=0) + 1e-6).all()
+
+
+def test_ten_rounds_with_running_statistics_that_are_off_end_as_those_of_the_others(five, without):
+    guard = five.method.guard.model_copy(update={"largest_influence": 0.5})
+    bounded = replace(five, method=replace(five.method, guard=guard))
+    done = run(bounded, [0, 1, 2, 3, BAD], attack=STATISTICS["a deviation"][0])
+    assert abs(accuracy(five, done) - accuracy(five, without)) <= 5
+
+
 def test_images_that_are_stated_in_the_answer_alone_do_not_raise_the_limits(five, without):
     """The site has not said how many it has, so that its answer may say any number."""
     replies = dict(without.replies[1])

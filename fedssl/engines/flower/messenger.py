@@ -7,11 +7,12 @@ an answer that is not whole does not keep the others waiting.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flwr.app import Array, ConfigRecord, RecordDict
@@ -157,12 +158,16 @@ class ArrivingAnswer:
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """One node's answer: its records, or one line that says why there are none, perhaps with its client's number."""
+    """One node's answer: its records, or one line that says why there are none, perhaps with its client's number.
+
+    `after` is how many seconds it was waited for.
+    """
 
     node: int
     content: RecordDict | None = None
     failure: str | None = None
     client: Any = None
+    after: float = 0.0
 
 
 class Messenger:
@@ -183,20 +188,23 @@ class Messenger:
         ids = list(self.grid.push_messages(messages))
         return {message_id: node for message_id, node in zip(ids, contents, strict=False) if message_id}
 
-    def collect(self, waiting: dict[str, int], seconds: float, largest: int) -> Iterator[NodeAnswer]:
+    def collect(
+        self, waiting: dict[str, int], seconds: float, largest: int, patience: Callable[[], float] = lambda: math.inf
+    ) -> Iterator[NodeAnswer]:
         """Yield answers of at most `largest` bytes as they arrive, until all are there or the time is over.
 
-        Nodes that have answered are removed from `waiting`. With 0 seconds every answer is looked for once.
+        Nodes that have answered are removed from `waiting`. With 0 seconds every answer is looked for once. The time is
+        over too after as many seconds as `patience` returns, which is asked again after each look.
         """
-        deadline, pauses = time.monotonic() + seconds, growing_pauses()
+        began, pauses = time.monotonic(), growing_pauses()
         while waiting:
             if self._stop.is_set():
                 raise Stopped
             for message_id, node in list(waiting.items()):
                 if (answer := self._pull(message_id, node, largest)) is not None:
                     del waiting[message_id], self._arriving[message_id]
-                    yield answer
-            if not waiting or time.monotonic() >= deadline:
+                    yield replace(answer, after=time.monotonic() - began)
+            if not waiting or time.monotonic() - began >= min(seconds, patience()):
                 return
             time.sleep(next(pauses))
 

@@ -6,6 +6,7 @@ and `secure_mean` runs them on the server. The cryptography is Flower's own.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,22 +18,32 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.client.mod import secaggplus_mod
+from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Key,
+    Stage,
+)
+from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_separate
 from flwr.common.typing import Code, FitIns, FitRes, Parameters, Status
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.compat.legacy_context import LegacyContext
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
 from flwr.server.workflow.constant import Key as WorkflowKey
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow, WorkflowState
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key
 
 from ...errors import SendableError, UserError
 from ...messages import Message
 from ...recipe.recipe import FlowerOptions, SecAggPlus
-from .messenger import one_line
+from .messenger import config_of, one_line
 from .wire import Vector, flatten_weights, from_records, require_finite, to_records
 
 _MASKED = "masked"  # the name of a client's masked weights in its answer
+_UNREADABLE = "unreadable"  # the record of an answer that names the nodes whose key shares its client cannot read
 Contents = dict[int, RecordDict]  # by client
 #: sends each client's records; returns the answers by client, and why the other clients gave none
 Exchange = Callable[[Contents], tuple[Contents, dict[int, str]]]
@@ -78,6 +89,9 @@ def masked_answer(
         result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), int(reply.numbers["samples"]), {})
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
 
+    if unreadable := _unreadable(message, context):
+        address = ConfigRecord({"client": task["client"], "round": task["round"]})
+        return RecordDict({_UNREADABLE: ConfigRecord({"nodes": unreadable}), "answer": address})
     with numpy_seeded_by_system():
         masked = secaggplus_mod(message, context, call_next)
     configs: Any = masked.content[RECORD_KEY_CONFIGS]  # the rest of it holds the number of samples
@@ -90,6 +104,21 @@ def masked_answer(
         records = RecordDict({RECORD_KEY_CONFIGS: configs})
     records["answer"] = ConfigRecord({"client": task["client"], "round": task["round"]})
     return records
+
+
+def _unreadable(message: FlowerMessage, context: Context) -> list[int]:
+    """Return the nodes whose key shares a client got and cannot read; Flower's code would end without naming them."""
+    configs: Any = message.content[RECORD_KEY_CONFIGS]
+    if configs[Key.STAGE] != Stage.COLLECT_MASKED_VECTORS:
+        return []
+    state, nodes = SecAggPlusState(**context.state.config_records[RECORD_KEY_STATE]), []
+    for node, ciphertext in zip(configs[Key.SOURCE_LIST], configs[Key.CIPHERTEXT_LIST], strict=True):
+        try:
+            readable = share_keys_plaintext_separate(decrypt(state.ss2_dict[node], ciphertext))[:2] == (node, state.nid)
+        except Exception:
+            readable = False
+        nodes += [] if readable else [node]
+    return nodes
 
 
 def secure_mean(
@@ -105,23 +134,26 @@ def secure_mean(
     """
     missing: dict[int, str] = {}
     left = set(contents)
-    while True:
+    while left:
         protocol = _Protocol(options, {k: contents[k] for k in left}, nodes, size, exchange)
         agreed = protocol.run("setup_stage") and protocol.run("share_keys_stage")
-        missing |= protocol.missing
-        if not protocol.missing:
+        lost = dict(protocol.missing)  # in the later stages Flower asks for the keys of all who began
+        if agreed:
+            agreed = protocol.run("collect_masked_vectors_stage")
+            lost = protocol.disputed()
+        missing |= lost
+        if not lost:
             break
-        left -= protocol.missing.keys()  # in the later stages Flower asks for the keys of all who began
-        if not left:
-            return None, {}, missing
-    counted: set[int] = set()
-    if agreed and protocol.run("collect_masked_vectors_stage"):
-        counted = left - protocol.missing.keys()
-        missing |= protocol.missing
-        protocol.run("unmask_stage")
+        left -= lost.keys()
+    else:
+        return None, {}, missing
+    counted = left - protocol.missing.keys()
+    missing |= protocol.missing
+    if agreed:
+        missing |= protocol.unmask()
     if protocol.mean is None:
-        return None, {}, dict.fromkeys(contents, protocol.failure) | protocol.missing | missing
-    return protocol.mean, {k: protocol.metrics[k] for k in sorted(counted)}, missing
+        return None, {}, dict.fromkeys(contents, protocol.failure) | missing
+    return protocol.mean, {k: protocol.metrics[k] for k in sorted(counted - missing.keys())}, missing
 
 
 def quantization_range(clients: int) -> int:
@@ -155,6 +187,10 @@ class _Protocol:
         self._caller, self._context = caller, LegacyContext(Context(0, 0, {}, records, {}), strategy=caller)
         self._contents, self._nodes, self._size, self._exchange = contents, nodes, size, exchange
         self._client_of = {nodes[k]: k for k in contents}
+        self._unreadable: dict[int, set[int]] = {}  # by client, the other clients whose key shares it cannot read
+        self._invalid: dict[int, str] = {}  # why answers were invalid
+        self._answers: list[Any] = []  # in the last stage that asked for them
+        self._replayed: list[Any] | None = None  # stand for the answers of the next stage
         self.mean: Vector | None = None
         self.metrics: dict[int, dict[str, float]] = {}  # by client
         self.missing: dict[int, str] = {}  # why clients gave no answer in a stage
@@ -169,6 +205,42 @@ class _Protocol:
             return False
         return done and not (self.missing and stage in ("setup_stage", "share_keys_stage"))
 
+    def disputed(self) -> dict[int, str]:
+        """Return why clients must be left out whose key shares could not be read, or who say so of others' wrongly.
+
+        A client that most of its neighbours name is left out, and one that names several others. Of a client and the
+        only one that names it either may be wrong: both are left out.
+        """
+        by = {k: {teller for teller, named in self._unreadable.items() if k in named} for k in self._contents}
+        most = {k for k in by if 2 * len(by[k]) >= len(self._state.nid_to_neighbours[self._nodes[k]]) > 1}
+        told = {k: f"its key shares cannot be read by client {', '.join(map(str, sorted(by[k])))}" for k in by if by[k]}
+        out = {k: told[k] for k in most}
+        for teller, named in self._unreadable.items():
+            if rest := sorted(named - most):
+                out[teller] = f"it says that it cannot read the key shares of client {', '.join(map(str, rest))}"
+                out |= {k: told[k] for k in rest if len(rest) == 1}
+        return out
+
+    def unmask(self) -> dict[int, str]:
+        """Run the last stage; where the mean cannot be right, also without the shares of each client that answered.
+
+        Returns whose answers were wrong, and why. Their masked weights are in the mean all the same.
+        """
+        before = self._state
+        for left_out in (None, *self._contents):
+            self._state = copy.copy(before)
+            self._state.nid_to_neighbours = copy.deepcopy(before.nid_to_neighbours)  # which Flower changes
+            if left_out is not None:
+                self._replayed = [one for one in self._answers if one.metadata.src_node_id != self._nodes[left_out]]
+            self.run("unmask_stage")
+            if self.mean is not None and bool((np.abs(self.mean) <= 1.01 * self._workflow.clipping_range).all()):
+                wrong = {} if left_out is None else {left_out: "its shares of the others' keys do not fit"}
+                return self._invalid | wrong
+            if self.mean is not None:
+                self.failure = "secure aggregation failed: the sum of the masked weights is none of weights in range"
+            self.mean = None
+        return {}
+
     def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[tuple[Any, FitIns]]:
         return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self._client_of]
 
@@ -177,25 +249,36 @@ class _Protocol:
         return None, {}
 
     def send_and_receive(self, messages: list[FlowerMessage], *, timeout: float | None = None) -> list[Any]:
-        """Return the clients' answers in a stage; put the round's message around the one stage that needs it."""
+        """Return the clients' valid answers in a stage; put the round's message around the one stage that needs it."""
+        if self._replayed is not None:
+            return self._replayed
+        asked: dict[int, dict[str, Any]] = {}
         sent, collects = {}, False
         for message in messages:
             k = self._client_of[message.metadata.dst_node_id]
-            configs: Any = message.content[RECORD_KEY_CONFIGS]
-            collects = configs[Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
+            asked[k] = dict(message.content[RECORD_KEY_CONFIGS])  # Flower shares one
+            collects = asked[k][Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
             whole = self._contents[k] if collects else {"task": self._contents[k]["task"]}
-            sent[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: ConfigRecord(dict(configs))})  # Flower shares one
+            sent[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: ConfigRecord(asked[k])})
         received, missing = self._exchange(sent)
         answers = []
         for k, content in received.items():
+            if collects and (record := config_of(content, _UNREADABLE)):
+                named: Any = record.get("nodes")
+                self._unreadable[k] = {self._client_of[n] for n in named if n in self._client_of}
+                missing[k] = "it cannot read the key shares of others"
+                continue
             try:
                 answer = self._flower_form(k, content) if collects else content
+                if not collects:
+                    _require_valid(self._nodes[k], asked[k], config_of(content, RECORD_KEY_CONFIGS))
             except UserError as error:
-                missing[k] = one_line(str(error))
+                missing[k] = self._invalid[k] = one_line(str(error))
                 continue
             metadata = SimpleNamespace(src_node_id=self._nodes[k])
             answers.append(SimpleNamespace(metadata=metadata, content=answer, has_error=lambda: False))
         self.missing |= missing
+        self._answers = answers
         return answers
 
     def _flower_form(self, client: int, content: RecordDict) -> RecordDict:
@@ -211,3 +294,39 @@ class _Protocol:
         parts = [ndarray_to_bytes(part) for part in (integers[:1], integers[1:])]
         result[RECORD_KEY_CONFIGS] = ConfigRecord({Key.MASKED_PARAMETERS: parts})
         return result
+
+
+def _require_valid(node: int, asked: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Raise UserError where a node's answer in a stage without weights is none that Flower's code can go on with."""
+
+    def lists(names: str, values: str, expected: set[int]) -> bool:
+        nodes, data = answer.get(names), answer.get(values)
+        return (
+            isinstance(nodes, list)
+            and isinstance(data, list)
+            and len(nodes) == len(data)
+            and sorted(map(str, nodes)) == sorted(map(str, expected))
+            and all(type(one) is bytes for one in data)
+        )
+
+    stage = asked[Key.STAGE]
+    if stage == Stage.SETUP:
+        keys = [answer.get(name) for name in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)]
+        valid = keys[0] != keys[1] and all(map(_is_public_key, keys))
+    elif stage == Stage.SHARE_KEYS:
+        others = {int(name) for name in asked if name != Key.STAGE} - {node}
+        valid = lists(Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, others)
+    else:
+        neighbours = {*asked[Key.ACTIVE_NODE_ID_LIST], *asked[Key.DEAD_NODE_ID_LIST]}
+        valid = lists(Key.NODE_ID_LIST, Key.SHARE_LIST, neighbours)
+        valid = valid and all(len(share) % 16 == 4 for share in answer[Key.SHARE_LIST])
+    if not valid:
+        raise UserError(f"its answer in the stage {stage} of the secure aggregation is invalid")
+
+
+def _is_public_key(data: Any) -> bool:
+    try:
+        key: Any = bytes_to_public_key(data)
+        return bool(key.curve.name == "secp384r1")  # that of Flower's own keys
+    except Exception:
+        return False

@@ -15,10 +15,12 @@ that a round that was refused, late or lost with the server is trained again fro
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from threading import Event
 from typing import Any, TypeVar
 
@@ -51,7 +53,16 @@ from .site import SiteEvaluation, evaluation_fault, split_evaluation
 from .wire import flatten_weights, from_records, on_disk, to_shared_records, unflatten_mean
 
 #: options that may change when a run continues, as no earlier round depends on them
-_CHANGEABLE = ("flower.round_seconds", "flower.connect_seconds", "flower.epsilon_budget", "guard.minimum_answers")
+_CHANGEABLE = (
+    "flower.round_seconds",
+    "flower.connect_seconds",
+    "flower.grace",
+    "flower.epsilon_budget",
+    "guard.minimum_answers",
+)
+
+#: times the median client's, from which an answer is told to be slow; of fewer answers than that the median says little
+_SLOW, _ENOUGH = 10.0, 3
 
 T = TypeVar("T")
 
@@ -177,7 +188,15 @@ class FlowerClients:
         received: dict[int, T] = {}
         reached = {client_of[node] for node in waiting.values()}
         missing = {k: "the round's message could not be sent to it" for k in contents if k not in reached}
-        for answer in self._messenger.collect(waiting, seconds, largest or self._largest_answer(contents)):
+        times: dict[int, float] = {}  # of the answers that count
+        enough = max(self._federation.recipe.guard.minimum_answers, len(contents) // 2 + 1)
+
+        def patience() -> float:
+            grace = self._options.grace
+            return math.inf if grace is None or len(times) < enough else max(60.0, grace * median(times.values()))
+
+        size = largest or self._largest_answer(contents)
+        for answer in self._messenger.collect(waiting, seconds, size, patience):
             k = client_of[answer.node]
             try:
                 if answer.content is None:
@@ -187,8 +206,14 @@ class FlowerClients:
             except UserError as error:
                 missing[k] = one_line(str(error))
                 continue
+            times[k] = answer.after
             self._progress.client_began(number, k, len(received), len(contents))
-        missing |= {client_of[node]: f"no answer within {seconds:g} s" for node in waiting.values()}
+        waited = min(seconds, patience())
+        missing |= {client_of[node]: f"no answer within {waited:g} s" for node in waiting.values()}
+        usual = median(times.values()) if len(times) >= _ENOUGH else math.inf
+        for k in [k for k, after in times.items() if after > max(60.0, _SLOW * usual)]:
+            told = f"its answer took {times[k]:.0f} s, where the median client's took {usual:.0f} s"
+            self._progress.warn(f"round {number}: client {k} is slow: {told} (flower.grace ends such a wait)")
         return received, missing
 
     def _largest_answer(self, contents: Contents) -> int:

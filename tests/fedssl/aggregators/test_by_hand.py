@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from fedssl.data.pixels import normalize
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.guard import Asked, refusals
+from fedssl.guard import Asked, capped_images, refusals
 from fedssl.messages import Message
 from fedssl.models.model import Model
 from fedssl.objectives.base import Step
@@ -460,6 +461,30 @@ def test_shared_directions_are_those_that_most_representations_contain_whatever_
     torch.testing.assert_close(two, torch.outer(q[:, 0], q[:, 0]) + 2 / 3 * torch.outer(q[:, 1], q[:, 1]))
     everything = kernel_of(shared_directions([a, b, c], [1 / 3] * 3, 99))
     torch.testing.assert_close(everything, sum(x @ torch.linalg.pinv(x) for x in (a, b, c)) / 3)
+
+
+def test_shared_directions_of_more_features_than_images_take_the_images_operations():
+    """An eigendecomposition of 8,000 features would take minutes."""
+    torch.manual_seed(0)
+    wide, narrow = torch.randn(6, 8000).double(), torch.randn(6, 2).double()
+    whole = kernel_of(shared_directions([wide, narrow], [0.5, 0.5], 99))
+    torch.testing.assert_close(whole, 0.5 * torch.eye(6).double() + 0.5 * narrow @ torch.linalg.pinv(narrow))
+
+
+def test_no_clients_kernel_is_more_of_the_sum_than_its_share():
+    """Where a client's representations are 40 times as large, its kernel is 1600 times as large."""
+    a, b, c = torch.eye(3), torch.eye(3).flip(0), 40 * torch.ones(3, 3)
+    replies = {k: Message({f"representation.{k}": t}) for k, t in enumerate((a, b, c))}
+    part, half = RepresentationMean(), partial(capped_images, share=0.5)
+    lowered, reasons = part.limited(replies, half)
+    assert list(reasons) == [2]
+    assert "its kernel is 99.98 % of the sum of the clients' kernels, more than guard.largest_influence" in reasons[2]
+    kernels = [kernel_of(lowered[k].tensors[f"representation.{k}"]).norm() for k in range(3)]
+    torch.testing.assert_close(kernels[2], kernels[0] + kernels[1])
+    assert lowered[0] is replies[0]
+    assert part.limited(replies, partial(capped_images, share=1.0)) == (replies, {})
+    assert RepresentationMean(kernel="gaussian").limited(replies, half) == (replies, {})
+    assert part.limited({k: replies[k] for k in (0, 2)}, half) == ({k: replies[k] for k in (0, 2)}, {})
 
 
 def test_with_views_a_client_sends_the_mean_over_random_views_of_each_public_image(tiny):

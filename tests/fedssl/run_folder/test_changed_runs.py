@@ -177,6 +177,37 @@ def test_checkpoints_that_are_a_link_are_not_continued_from(run, tmp_path):
     assert everything(tmp_path / "elsewhere") == before
 
 
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("name", ["timings.csv", "refused.csv", "metrics.csv"])
+def test_a_log_that_is_also_another_file_is_neither_cut_nor_added_to(name, link, run, tmp_path):
+    """A received folder could hold a link to a file of the user's."""
+    content = (run / name).read_bytes() if (run / name).exists() else b""
+    (tmp_path / "precious").write_bytes(content + b"2,1.5\n")
+    (run / name).unlink(missing_ok=True)
+    link(tmp_path / "precious", run / name)
+    with pytest.raises(
+        UserError, match=rf"{name} cannot be written: a link stands there, or the file has another name"
+    ):
+        RunDirectory.open(run).roll_back() if content else RunDirectory.open(run).append_refused(2, {0: "why"})
+    assert (tmp_path / "precious").read_bytes() == content + b"2,1.5\n"
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "figures"])
+def test_a_folder_that_is_a_link_is_not_written_to(name, run, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "tsne.png").write_text("precious")
+    shutil.rmtree(run / name, ignore_errors=True)
+    (run / name).symlink_to(tmp_path / "precious")
+    told = f"{name} cannot be written: a link stands there"
+    if name == "figures":
+        resume(run)
+        assert told in write_report(run).read_text()  # the page has all else
+    else:
+        with pytest.raises(UserError, match=told):
+            resume(run)
+    assert everything(tmp_path / "precious") == {"tsne.png": b"precious"}
+
+
 @pytest.mark.parametrize("line", ["1,²,knn,3", "1,../x,knn,3", "²,0,knn,3", "-1,0,knn,3", f"1,{'9' * 5000},k,3"])
 def test_metrics_with_a_line_that_no_run_writes_are_told(line, run):
     without_digests(run)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
 from fedssl.aggregators.weighted_mean import weighted_mean
@@ -189,7 +191,7 @@ UNUSABLE: dict[int, tuple[Prepare, list[int], str]] = {
         [2],
         r"its masked weights are invalid: expected torch.int32 \[\d+\], got torch.int32 \[5\]$",
     ),
-    4: (changed(without_key, client=2), [0, 1, 2], "secure aggregation failed: KeyError"),
+    4: (changed(without_key, client=2), [2], "its answer in the stage setup of the secure aggregation is invalid"),
 }
 
 
@@ -203,6 +205,70 @@ def test_what_the_sum_cannot_hold_is_left_out_and_does_not_end_the_run(quick, tm
         assert [one.partition(" is left out: ")[0] for one in told] == [f"round {number}: client {k}" for k in lost]
         assert re.search(reason, told[0])
     assert list(warnings) == []
+
+
+def configs_with(stage_key: str, change: Callable[[Any], Any]) -> Prepare:
+    """Client 1's answer in the stage that has this key."""
+
+    def alter(content: RecordDict) -> None:
+        configs = content.get(RECORD_KEY_CONFIGS, {})
+        if stage_key in configs:
+            configs[stage_key] = change(configs[stage_key])
+
+    return changed(alter)
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:20] + bytes([data[20] ^ 1]) + data[21:]
+
+
+def says_it_cannot_read(content: RecordDict) -> None:
+    if "tensors" in content:
+        for name in list(content):
+            if name != "answer":
+                del content[name]
+        content["unreadable"] = ConfigRecord({"nodes": [11, 13, 14, 15, 7]})
+
+
+#: by round; in each client 1 alone is left out, and the mean is that of the other four
+BAD_STAGES: dict[int, tuple[Prepare, str]] = {
+    1: (configs_with(Key.PUBLIC_KEY_1, lambda key: b"garbage"), "stage setup of the secure aggregation is invalid"),
+    2: (configs_with(Key.PUBLIC_KEY_2, lambda key: 7), "stage setup of the secure aggregation is invalid"),
+    3: (configs_with(Key.CIPHERTEXT_LIST, lambda data: data[1:]), "stage share_keys of the secure aggregation is inv"),
+    4: (configs_with(Key.DESTINATION_LIST, lambda nodes: [7, *nodes[1:]]), "stage share_keys of the secure"),
+    5: (
+        configs_with(Key.CIPHERTEXT_LIST, lambda data: [b"garbage"] * len(data)),
+        r"its key shares cannot be read by client 0, 2, 3, 4",
+    ),
+    6: (changed(says_it_cannot_read), "it says that it cannot read the key shares of client 0, 2, 3, 4"),
+    7: (configs_with(Key.SHARE_LIST, lambda shares: [b""] * len(shares)), "stage unmask of the secure aggregation is"),
+    8: (configs_with(Key.NODE_ID_LIST, lambda nodes: nodes[1:]), "stage unmask of the secure aggregation is invalid"),
+    9: (configs_with(Key.SHARE_LIST, lambda shares: list(map(flipped, shares))), "shares of the others' keys do not"),
+}
+
+
+def test_one_site_s_garbage_in_any_stage_is_its_own_fault(quick, trained, states, tmp_path):
+    """A site that answers wrongly in the last stage is in the mean by the weights that it sent before."""
+    recipe = quick(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": 5}}, rounds=10)
+    directory, grid = start(recipe, tmp_path / "secure")
+    faults = FaultsByRound(grid, {number: prepare for number, (prepare, _) in BAD_STAGES.items()})
+    warnings = run_on(recipe, directory, grid, faults)
+    assert len(warnings) == len(BAD_STAGES)
+    for warning, (number, (_, reason)) in zip(warnings, BAD_STAGES.items(), strict=True):
+        assert warning.startswith(f"round {number}: client 1 is left out: ")
+        assert reason in warning
+        counted = {k: reply for k, reply in trained[number].items() if k != 1 or number >= 7}
+        assert_mean(states[number], counted, atol=2 * quantisation_error(recipe))
+
+
+def test_of_one_who_cannot_read_and_one_who_is_named_nobody_knows_which_is_wrong(quick, tmp_path):
+    one = configs_with(Key.CIPHERTEXT_LIST, lambda data: [b"garbage", *data[1:]])
+    recipe = quick(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": 5}}, rounds=1)
+    directory, grid = start(recipe, tmp_path / "secure")
+    warnings = run_on(recipe, directory, grid, FaultsByRound(grid, {1: one}))
+    assert len(warnings) == 2
+    assert "client 1 is left out: its key shares cannot be read by client " in " ".join(warnings)
+    assert "left out: it says that it cannot read the key shares of client 1" in " ".join(warnings)
 
 
 def all_60(reply: Message) -> None:

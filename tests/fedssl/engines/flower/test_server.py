@@ -17,7 +17,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from google.protobuf.message import DecodeError
 
 import fedssl
-from fedssl.engines.flower import simulation, wire
+from fedssl.engines.flower import messenger, simulation, wire
 from fedssl.engines.flower.server import make_server_app
 from fedssl.engines.flower.wire import on_disk, to_records
 from fedssl.errors import UserError
@@ -307,6 +307,38 @@ def test_the_round_goes_on_as_if_no_answer_had_come(method, place, taken, quick,
     run_on(recipe, without, grid, FaultsByRound(grid, {number: silent(11 + client)}))
     assert_same(directory.server_state(), without.server_state())
     assert [directory.client_round(k) for k in range(3)] == [without.client_round(k) for k in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("grace", "told"),
+    [
+        (None, r"client 1 is slow: its answer took 9\d s, where the median client's took 0 s \(flower.grace ends "),
+        (3.0, "client 1 is left out: no answer within 60 s"),
+    ],
+)
+def test_a_client_that_is_far_slower_than_the_others_is_named_and_not_waited_for_if_so_told(
+    grace, told, quick, tmp_path, monkeypatch
+):
+    """It answers just before the deadline of 100 seconds."""
+    recipe = quick(**AVERAGED | SMALL, rounds=1)
+    recipe = recipe.model_copy(update={"flower": recipe.flower.model_copy(update={"grace": grace})})
+    directory, grid = start(recipe, tmp_path / "b")
+    began = {}
+
+    def pull(names):
+        now = messenger.time.monotonic()
+        name = next(iter(names))
+        late = (
+            name in grid.replies
+            and grid.replies[name].metadata.src_node_id == 12
+            and "tensors" in str(list(grid.replies[name].content))
+        )
+        return [] if late and now - began.setdefault(name, now) < 95 else LoopGrid.pull_messages(grid, names)
+
+    monkeypatch.setattr(grid, "pull_messages", pull)
+    [warning] = run_on(recipe, directory, grid)
+    assert re.match(f"round 1: {told}", warning)
+    assert metric(tmp_path / "b", "missing", 1) == ({} if grace is None else {"1": 1.0})
 
 
 def test_an_evaluation_of_another_client_or_of_too_many_measures_does_not_count(quick, tmp_path):
