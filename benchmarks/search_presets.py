@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks.measure import ROOT
+from benchmarks.write import replace
 
 #: file, training images and validation images that are drawn from its training images
 SETS = {
@@ -246,10 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         waiting.append(pool.submit(run_trial, *arguments_of))
         for future in as_completed(waiting):
             lines.append({key: str(future.result().get(key, "")) for key in columns()})
-            with file.open("w", newline="") as written:
-                writer = csv.DictWriter(written, columns(), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(sorted(lines, key=lambda line: (line["set"], line["objective"], int(line["trial"]))))
+            text = io.StringIO()
+            writer = csv.DictWriter(text, columns(), extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(sorted(lines, key=lambda line: (line["set"], line["objective"], int(line["trial"]))))
+            replace(file, text.getvalue())
             print(f"{len(lines)} trials", flush=True)
     (options.output / "tables.md").write_text(f"{best(lines)}\n\n{correlations(lines)}\n")
 

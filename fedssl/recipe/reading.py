@@ -85,6 +85,9 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
     """
     file = directory.path / "recipe.yaml"
     values = read_values(file)
+    training = values.get("training")
+    if isinstance(training, dict) and training.get("processes") == 1:  # an option that runs before 2026-11-27 stored
+        del training["processes"]
     for name in [] if trust else own_parts(values):
         if defined_elsewhere(name):
             continue  # it cannot be run here, which the check of the recipe reports

@@ -19,7 +19,7 @@ from fedssl.engines.in_process import resume
 from fedssl.errors import UserError
 from fedssl.messages import Message
 from fedssl.recipe.changes import changed_recipe, consequences
-from fedssl.recipe.reading import parse_recipe
+from fedssl.recipe.reading import load_stored_recipe, parse_recipe
 from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
@@ -217,3 +217,16 @@ def test_a_layer_wise_run_has_no_more_rounds(tiny, tmp_path):
     (tmp_path / "recipe.yaml").write_text(tiny(**LW_FEDSSL).to_yaml())
     with pytest.raises(UserError, match=r"rounds=4 does not go with schedule layer_wise: .* start a new run"):
         changed_recipe(tmp_path / "recipe.yaml", tiny(**LW_FEDSSL), ["rounds=4"], done=2)
+
+
+def test_a_run_stored_with_one_process_a_client_is_read_and_one_with_several_is_refused(tiny, tmp_path):
+    """`training.processes` is gone; every run before stored it."""
+    recipe = tiny(**AVERAGED)
+    for processes in (1, 2):
+        text = recipe.to_yaml().replace("training:\n", f"training:\n  processes: {processes}\n")
+        directory = RunDirectory.create(tmp_path / str(processes), {"recipe.yaml": text})
+        if processes == 1:
+            assert load_stored_recipe(directory) == recipe
+        else:
+            with pytest.raises(UserError, match=r"training\.processes: unknown key"):
+                load_stored_recipe(directory)
