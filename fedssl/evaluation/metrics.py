@@ -58,7 +58,7 @@ class Metric:
         unit: `%`, `bytes` or `FLOPs`; empty for a number without a unit.
         decimals: digits after the point in tables.
         written_by: a model's evaluation, a client's training, an aggregator, or the engine. Clients must not send
-            metrics of the evaluation or of the engine.
+            other metrics than those of their training.
         measure: returns the value, or None where it is not defined; None where `evaluate_model` has code of its own for
             the metric, as for all that have options or train a network.
         images: the images that the metric is measured on: with a class each, without, or both.
