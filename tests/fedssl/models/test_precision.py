@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import fedkernels
 from fedssl.client import LocalRound
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models import precision
 from fedssl.models.precision import Precision, check_precision, contrastive_dtype, networks_compute_in
-from fedssl.objectives import fedx
+from fedssl.objectives import fedx, moco_v3, simclr
 from fedssl.objectives.base import Step
 from fedssl.randomness import seeded
 from fedssl.recipe.overrides import recipe_names
@@ -193,7 +192,7 @@ def test_contrastive_losses_of_rounded_rows_are_float32s_but_for_rounding(name, 
     def noting(loss: Any) -> Any:
         return lambda first, *rest: rows.append(first.dtype) or loss(first, *rest)
 
-    for module in (fedkernels, fedx, global_distillation):
+    for module in (simclr, moco_v3, fedx, global_distillation):
         for loss in {"nt_xent", "info_nce"} & vars(module).keys():
             monkeypatch.setattr(module, loss, noting(getattr(module, loss)))
     monkeypatch.setattr(precision, "contrastive_dtype", lambda *_: torch.bfloat16)

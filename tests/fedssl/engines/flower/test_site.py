@@ -132,9 +132,9 @@ def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkey
     """Before the first round each client's own model is evaluated; after it, in the answer to the training."""
     largest, collect = [], Messenger.collect
 
-    def collect_and_note(messenger, waiting, seconds, most):
+    def collect_and_note(messenger, waiting, seconds, most, *patience):
         largest.append(most)
-        return collect(messenger, waiting, seconds, most)
+        return collect(messenger, waiting, seconds, most, *patience)
 
     monkeypatch.setattr(Messenger, "collect", collect_and_note)
     run_on(quick(rounds=1), *start(quick(rounds=1), tmp_path / "b"))
