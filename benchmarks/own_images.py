@@ -11,6 +11,10 @@ each with its own defaults for the rest: `fedssl run ... --encoder FOLDER` and `
 - accuracy: of 20 nearest neighbours by cosine and of logistic regression on standardised features, on test images, from
   features which each side's own `embed` command writes. This takes no part in the seconds.
 
+With `--minutes M` both sides take the same time in place of the same epochs. Ours is `fedssl pretrain --minutes M`
+with its defaults but for the network. Theirs is SimCLR with LightlyTrain's defaults and as many epochs as M minutes
+hold, by a command of two epochs that is timed before. Accuracy is then of all test images, by all training images.
+
 bfloat16 is what both sides are asked for. LightlyTrain 0.18 says that it disables autocast on a processor, and computes
 in float32 there.
 """
@@ -31,6 +35,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from dataclasses import replace as replace_in
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +64,15 @@ class Case:
     precision: str
     command_bar: float
     training_bar: float = 1.3
+    minutes: float | None = None  # both sides take so long, whatever their epochs
 
     @property
     def name(self) -> str:
         return f"{self.size} pixels, {self.architecture}, {self.precision}"
+
+    @property
+    def peer_batch(self) -> int:
+        return BATCH_SIZE if self.minutes is None else 128  # LightlyTrain's default
 
 
 CASES = (
@@ -122,6 +132,10 @@ def _memory_of_session(session: int) -> int:
 
 def own_command(case: Case, images: Path, folder: Path, seed: int) -> list[str]:
     """Return what a user types here, as arguments."""
+    places = ["--output", f"{folder}/run", "--encoder", f"{folder}/encoder"]
+    if case.minutes is not None:
+        pretrain = [sys.executable, "-m", "fedssl", "pretrain", str(images), "--minutes", str(case.minutes), *places]
+        return [*pretrain, f"data.image_size={case.size}", f"architectures=[{case.architecture}]", f"seed={seed}"]
     options = {
         "data.name": "images",
         "data.path": images,
@@ -135,23 +149,31 @@ def own_command(case: Case, images: Path, folder: Path, seed: int) -> list[str]:
         "seed": seed,
     }
     run = [sys.executable, "-m", "fedssl", "run", "centralised_simclr"]
-    places = ["--output", f"{folder}/run", "--encoder", f"{folder}/encoder"]
     return [*run, *(f"{key}={value}" for key, value in options.items()), *places]
 
 
 def peer_command(python: str, case: Case, images: Path, folder: Path, seed: int, step: str) -> list[str]:
     """Return the command of LightlyTrain's step `train` or `embed`, as arguments."""
-    options = asdict(case) | {"step": step, "run": f"{folder}/run", "seed": seed, "batch_size": BATCH_SIZE}
+    options = asdict(case) | {"step": step, "run": f"{folder}/run", "seed": seed, "batch_size": case.peer_batch}
     return [python, str(PEER), json.dumps(options | {"images": str(images), "output": f"{folder}/features.pt"})]
 
 
-def images_a_second(side: str, output: str) -> float:
+def with_epochs(python: str, case: Case, images: Path, folder: Path, seed: int, threads: int) -> Case:
+    """Return the case with as many epochs of LightlyTrain as its minutes hold, by a command of two epochs."""
+    command = peer_command(python, replace_in(case, epochs=2), images, folder, seed, "train")
+    seconds, _, output = measured(command, threads)
+    of_epoch = case.images / images_a_second(THEIRS, output, case.peer_batch)
+    left = 60 * (case.minutes or 0) - (seconds - 2 * of_epoch)
+    return replace_in(case, epochs=max(1, int(left / of_epoch)))
+
+
+def images_a_second(side: str, output: str, batch: int = BATCH_SIZE) -> float:
     """Return the training's own figure: of our last round, or the median of LightlyTrain's epochs."""
     if side == OURS:
         return float(re.findall(r"([\d,]+) images/s", output)[-1].replace(",", ""))
     epochs = re.findall(r"(\d+)/\1 \[[^\]]*?([\d.]+)(it/s|s/it)", output)
     rates = [float(value) if unit == "it/s" else 1 / float(value) for _, value, unit in epochs]
-    return statistics.median(rates) * BATCH_SIZE
+    return statistics.median(rates) * batch
 
 
 def features_of(side: str, python: str, case: Case, images: Path, folder: Path, threads: int) -> NDArray[Any]:
@@ -171,14 +193,14 @@ def features_of(side: str, python: str, case: Case, images: Path, folder: Path, 
     return np.asarray(features[np.argsort(names)])
 
 
-def accuracies(features: NDArray[Any], labels: NDArray[Any]) -> tuple[float, float]:
-    """Return the percent of nearest neighbours and of logistic regression that are right on the last TESTED rows."""
+def accuracies(features: NDArray[Any], labels: NDArray[Any], tested: int) -> tuple[float, float]:
+    """Return the percent of nearest neighbours and of logistic regression that are right on the last rows."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.neighbors import KNeighborsClassifier
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    train, test = slice(None, -TESTED), slice(-TESTED, None)
+    train, test = slice(None, -tested), slice(-tested, None)
     readers = (
         KNeighborsClassifier(NEIGHBORS, metric="cosine"),
         make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=1000)),
@@ -198,13 +220,16 @@ def measure(arrays: dict[str, NDArray[Any]], cases: Sequence[Case], options: arg
         with tempfile.TemporaryDirectory(prefix="own_images_") as name:
             work = Path(name)
             write_images(arrays["x_train"][: case.images], case.size, work / "images")
-            both = np.concatenate([arrays["x_train"][:LABELLED], arrays["x_test"][:TESTED]])
-            labels = np.concatenate([arrays["y_train"][:LABELLED], arrays["y_test"][:TESTED]]).ravel()
+            labelled, tested = (LABELLED, TESTED) if case.minutes is None else (None, len(arrays["x_test"]))
+            both = np.concatenate([arrays["x_train"][:labelled], arrays["x_test"][:tested]])
+            labels = np.concatenate([arrays["y_train"][:labelled], arrays["y_test"][:tested]]).ravel()
             write_images(both, case.size, work / "labelled")
             for seed in range(options.repeats):
                 for side in runs:
                     folder = work / f"{side}{seed}"
                     folder.mkdir()
+                    if case.minutes is not None and side == THEIRS:
+                        case = with_epochs(options.lightly_train, case, work / "images", folder, seed, options.threads)
                     command = (
                         own_command(case, work / "images", folder, seed)
                         if side == OURS
@@ -214,8 +239,8 @@ def measure(arrays: dict[str, NDArray[Any]], cases: Sequence[Case], options: arg
                     features = features_of(
                         side, options.lightly_train, case, work / "labelled", folder, options.threads
                     )
-                    knn, linear = accuracies(features, labels)
-                    rate = images_a_second(side, output)
+                    knn, linear = accuracies(features, labels, tested)
+                    rate = images_a_second(side, output, case.peer_batch)
                     figures = {"seconds": seconds, "rate": rate, "memory": memory, "knn": knn, "linear": linear}
                     print(case.name, side, figures, flush=True)
                     runs[side].append(figures)
@@ -267,11 +292,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=positive, default=3, metavar="N")
     parser.add_argument("--threads", type=positive, default=2, metavar="N")
     parser.add_argument("--sizes", type=int, nargs="+", help="cases of these sizes alone")
+    parser.add_argument("--minutes", type=float, help="the same time for both sides, in place of the same epochs")
+    parser.add_argument("--network", default="small_convnet_512", help="with --minutes: what both sides train")
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder of README.md and results.json")
     options = parser.parse_args(arguments)
     with np.load(options.images) as stored:
         arrays = {key: stored[key] for key in ("x_train", "y_train", "x_test", "y_test")}
     cases = [case for case in CASES if not options.sizes or case.size in options.sizes]
+    if options.minutes is not None:
+        sizes, images = options.sizes or [32], len(arrays["x_train"])
+        cases = [Case(size, options.network, images, 0, "float32", 1.0, 1.0, options.minutes) for size in sizes]
     result = measure(arrays, cases, options)
     options.output.mkdir(parents=True, exist_ok=True)
     replace(options.output / "results.json", json.dumps(result, indent=1) + "\n")

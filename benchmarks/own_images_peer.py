@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 
 class SmallConvNet(nn.Module):
-    """fedssl's `small_convnet` as LightlyTrain takes a network of one's own."""
+    """fedssl's `small_convnet`, or `small_convnet_512`, as LightlyTrain takes a network of one's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__()
+        self.features = features
         blocks: list[nn.Module] = []
-        for before, width in ((3, 32), (32, 64), (64, 128), (128, 128)):
+        for before, width in ((3, 32), (32, 64), (64, 128), (128, features)):
             blocks += [nn.Conv2d(before, width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         self.blocks, self.pool = nn.Sequential(*blocks), nn.AdaptiveAvgPool2d(1)
 
     def feature_dim(self) -> int:
-        return 128
+        return self.features
 
     def forward_features(self, images: Tensor) -> dict[str, Tensor]:
         return {"features": self.blocks(images)}
@@ -48,11 +49,11 @@ def main(options: dict[str, Any]) -> None:
             overwrite=True,
         )
         return
-    network = options["architecture"]
+    network, widths = options["architecture"], {"small_convnet": 128, "small_convnet_512": 512}
     lightly_train.pretrain(
         out=options["run"],
         data=options["images"],
-        model=SmallConvNet() if network == "small_convnet" else f"timm/{network}",
+        model=SmallConvNet(widths[network]) if network in widths else f"timm/{network}",
         method="simclr",
         epochs=options["epochs"],
         batch_size=options["batch_size"],

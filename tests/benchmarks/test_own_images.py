@@ -21,6 +21,16 @@ def test_the_rate_is_the_last_rounds_or_the_median_epochs():
     assert images_a_second(THEIRS, epochs) == 0.75 * own_images.BATCH_SIZE
 
 
+def test_both_sides_take_the_same_minutes(monkeypatch, tmp_path):
+    case = own_images.Case(32, "small_convnet_512", 1280, 0, "float32", 1.0, 1.0, 2.0)
+    output = "\r".join([BAR.format(0, "1.00it/s"), BAR.format(1, "1.00it/s")])
+    monkeypatch.setattr(own_images, "measured", lambda *_: (26.0, 0, output))  # ten seconds an epoch, six to start
+    assert own_images.with_epochs("python", case, tmp_path, tmp_path, 0, 1).epochs == 11
+    command = own_images.own_command(case, tmp_path, tmp_path, 0)
+    assert command[3] == "pretrain"
+    assert command[command.index("--minutes") + 1] == "2.0"
+
+
 def test_a_command_that_fails_is_named_with_what_it_said():
     seconds, memory, output = measured([sys.executable, "-c", "print('done'); import time; time.sleep(1.2)"], 1)
     assert 1.2 < seconds < 60
@@ -30,13 +40,12 @@ def test_a_command_that_fails_is_named_with_what_it_said():
         measured([sys.executable, "-c", "print('lost'); raise SystemExit(3)"], 1)
 
 
-def test_accuracies_are_of_the_last_rows(monkeypatch):
-    monkeypatch.setattr(own_images, "TESTED", 40)
+def test_accuracies_are_of_the_last_rows():
     labels = np.arange(140) % 2
     features = np.stack([np.where(labels, 1.0, -1.0), np.ones(140)], axis=1)
-    assert accuracies(features, labels) == (100.0, 100.0)
+    assert accuracies(features, labels, 40) == (100.0, 100.0)
     labels[-20:] = 1 - labels[-20:]
-    assert accuracies(features, labels) == (50.0, 50.0)
+    assert accuracies(features, labels, 40) == (50.0, 50.0)
 
 
 def test_the_page_judges_each_bar():
