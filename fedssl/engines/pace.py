@@ -62,7 +62,8 @@ def timed_step(
 ) -> tuple[float, int]:
     """Return the seconds of client k's step in a round, and its operations.
 
-    It is the mean over the steps that `seconds` hold, at least one and at most all of the round.
+    It is the mean over the steps that `seconds` hold, all but the first one, which is counted and takes longer. Of a
+    round of one step it is that step.
     """
     method, all_steps = federation.method, steps_of_round(federation.method.training, len(federation.client_rows[k]))
 
@@ -74,10 +75,17 @@ def timed_step(
             torch.cuda.synchronize(federation.device)
         return clock() - began, cost.flops
 
-    timed(1)  # the first step is counted, which takes longer
-    steps = max(1, min(all_steps, int(seconds / timed(1)[0])))
-    taken, flops = timed(steps)
-    return taken / steps, flops
+    timed(1)  # warms up
+    first, flops = timed(1)
+    step, more = first, min(8, max(1, int(seconds / first)), all_steps - 1)
+    while more > 0:
+        taken, flops = timed(1 + more)
+        step = max(taken - first, 0.01 * taken) / more
+        longer = min(int(seconds / step), all_steps - 1)
+        if longer <= more:
+            break
+        more = longer
+    return step, flops
 
 
 def measure_pace(federation: Federation) -> Pace:

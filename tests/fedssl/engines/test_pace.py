@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fedssl.engines import pace
@@ -53,6 +55,21 @@ def test_a_central_run_pauses_some_twenty_to_a_hundred_times(step, rounds, epoch
 def test_a_schedule_whose_rounds_differ_is_refused(tiny):
     with pytest.raises(UserError, match=r"--minutes does not go with schedule layer_wise"):
         recipe_within(tiny(**LW_FEDSSL), 1, 0.0)
+
+
+@pytest.mark.parametrize(("steps", "seconds", "step"), [(7, 9.0, 0.1), (7, 0.1, 0.1), (1, 9.0, 2.0)])
+def test_the_first_step_of_a_client_is_not_taken_for_the_others(steps, seconds, step, tiny, monkeypatch):
+    federation = build_federation(tiny(**CENTRAL, **SMALL))
+    monkeypatch.setattr(pace, "steps_of_round", lambda *_: steps)
+    now = [0.0]
+
+    def counted_round(client, received, number, most_steps):
+        now[0] += 2.0 + 0.1 * (most_steps - 1)
+        return None, SimpleNamespace(flops=7)
+
+    monkeypatch.setattr(type(federation.method), "counted_round", lambda self, *given: counted_round(*given))
+    server = federation.method.initial_state()
+    assert pace.timed_step(federation, server, 0, 1, seconds, lambda: now[0]) == (pytest.approx(step), 7)
 
 
 @pytest.mark.parametrize("changes", [AVERAGED, ALIGNED, CENTRAL], ids=["averaged", "aligned", "central"])

@@ -158,3 +158,19 @@ def test_images_that_are_not_square_are_checked_in_both_directions(noisy, tmp_pa
         data = {"name": "npz", "path": str(tmp_path / "wide.npz")}
         with pytest.raises(UserError, match=says):
             build_federation(noisy(architectures=[name], data=data, partition={"name": "iid", "clients": 1}))
+
+
+@pytest.mark.parametrize(
+    ("side", "height", "width", "stride"), [(32, 4, 4, 2), (32, 4, 3, 2), (4, 1, 1, 1), (4, 2, 3, 1)]
+)
+def test_the_wide_block_trains_as_a_convolution_does(side, height, width, stride):
+    generator = torch.Generator().manual_seed(0)
+    wide = build_encoder("small_convnet_512", 1, side).blocks[9].double()
+    assert wide.stride == (stride, stride)
+    images = torch.randn(5, 128, height, width, generator=generator, dtype=torch.float64, requires_grad=True)
+    values = wide(images)
+    expected = nn.functional.conv2d(images, wide.weight, stride=stride, padding=1)
+    torch.testing.assert_close(values, expected)
+    weights = torch.randn(values.shape, generator=generator, dtype=torch.float64)
+    found, wanted = (torch.autograd.grad((each * weights).sum(), [images, wide.weight]) for each in (values, expected))
+    torch.testing.assert_close(found, wanted)
