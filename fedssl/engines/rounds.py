@@ -14,7 +14,7 @@ from torch import Tensor
 from ..client import Client
 from ..data.digests import DATA_DIGESTS, digests_text
 from ..errors import UserError
-from ..evaluation.evaluate import evaluate_downstream, evaluate_model, sample_sentence
+from ..evaluation.evaluate import evaluate_downstream, evaluate_model, pixel_accuracies, sample_sentence
 from ..evaluation.verdict import too_short
 from ..federation import Federation
 from ..guard import capped_in, refused_in
@@ -211,6 +211,10 @@ def _evaluate(
     elif len(federation.dataset.measured_images) or federation.downstream:  # a server may have no data
         metrics, spectra["global"] = evaluate_after(federation, _global_model(federation, server), number)
         rows += [(number, "global", metric, value) for metric, value in metrics.items()]
+    if number == 0 and rows:
+        options, seed = federation.recipe.evaluation, seed_for(federation.recipe.seed, "evaluation")
+        pixels = pixel_accuracies(federation.dataset, options, seed)
+        rows += [(0, rows[-1][1], metric, value) for metric, value in pixels.items()]
     if number == federation.recipe.rounds:
         directory.write_spectra(spectra)
     return rows

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import torch.nn.functional as F
 from pydantic import Field, field_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedkernels import ViewKey
 
@@ -19,13 +19,14 @@ from ..augmentations.base import Augmentation, draw_views
 from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset, load_dataset
 from ..data.options import DataOptions
+from ..data.pixels import normalize
 from ..data.stored_images import Images, images_of_rows
 from ..errors import UserError
 from ..models.encoders import probe
 from ..models.model import CLASSIFIER, Model
 from ..options import Options
 from ..randomness import generator_for, seed_for
-from .features import extract_features, extract_view_features, measured_on
+from .features import extract_features, extract_outputs, extract_view_features, measured_on
 from .fine_tuning import (
     FineTuneOptions,
     SemiSupervisedOptions,
@@ -242,6 +243,23 @@ def evaluate_model(
         scores = fine_tuned_scores(encoder, whole, options.fine_tune, seed)
         metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
     return metrics, singular_values(test)
+
+
+def pixel_accuracies(dataset: Dataset, options: EvaluationOptions, seed: int) -> dict[str, float]:
+    """Return the kNN and linear accuracy of raw pixels, to which an encoder is compared; empty without labels.
+
+    The pixels are those of images of at most 32 pixels a side, and all else is as in `evaluate_model`.
+    """
+    dataset = measured_sample(dataset, options.images, seed)
+    if not dataset.labelled:
+        return {}
+    images = (dataset.train_images, dataset.test_images)
+    train, test = (extract_outputs(nn.Flatten(), each, lambda batch: _small(normalize(batch))) for each in images)
+    labelled = (train, dataset.train_labels, test, dataset.test_labels)
+    return {
+        "pixel_knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature),
+        "pixel_linear": linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed),
+    }
 
 
 def _few_label_accuracy(

@@ -266,6 +266,10 @@ _ENTRIES = (
         in_tables=False,
         in_bars=False,
     ),
+    *(
+        Metric(name, f"{title} accuracy of raw pixels", "%", on_other_data=False, in_tables=False, in_bars=False)
+        for name, title in (("pixel_knn", "kNN"), ("pixel_linear", "linear"))
+    ),
     Metric("loss", "objective's loss", "", 3, "training"),
     Metric("total_loss", "loss with regularisers", "", 3, "training", in_tables=False),
     Metric("cka", "CKA with the target kernel", "", 3, "training"),

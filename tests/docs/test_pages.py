@@ -1,6 +1,7 @@
 """What the pages tell to do works as it stands there, every question has its answer, every figure its source."""
 
 import ast
+import importlib
 import re
 import shlex
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import fedssl
 from fedssl.cli import main
 from fedssl.engines.in_process import run
 from fedssl.recipe.reading import parse_recipe
@@ -148,3 +150,11 @@ def test_no_result_in_a_docstring_is_shown_as_a_type(nodes):
         docstrings = "\n".join(ast.get_docstring(node) or "" for node in of_file if isinstance(node, DOCUMENTED))
         lines = re.findall(r"^ *(?:Returns|Yields):\n *(.+)$", docstrings, re.MULTILINE)
         assert not [line for line in lines if ":" in line], path
+
+
+def test_the_page_of_the_python_api_has_every_public_name():
+    entries = re.findall(r"^::: (\S+)$", (DOCS / "python_api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {entry.rsplit(".", 1)[1] for entry in entries} >= set(fedssl.__all__)
+    for entry in entries:
+        module, name = entry.rsplit(".", 1)
+        assert getattr(importlib.import_module(module), name).__doc__, entry
