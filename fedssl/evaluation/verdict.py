@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..run_folder.record import Run
 
-# How long training from scratch takes: in images seen, within bounds of passes.
-_IMAGES_SEEN, _FEWEST_PASSES, _MOST_PASSES = 1_200_000, 30, 400
+# How long training takes, from scratch and from weights: in images seen, within bounds of passes.
+_FROM_SCRATCH, _FROM_WEIGHTS = (1_200_000, 30, 400), (60_000, 3, 30)
 _SHORT = 0.2  # of these passes
 # Two standard errors of a percentage over 1,000 images are at most this.
 _MARGIN = 3.2
 _FEW_DIRECTIONS = 0.5  # of the effective rank before
 
 
-def enough_passes(images: int) -> int:
-    """Return how often training from scratch should see each of so many images; more of them gains little."""
-    return max(_FEWEST_PASSES, min(_MOST_PASSES, round(_IMAGES_SEEN / max(1, images))))
+def enough_passes(images: int, from_weights: bool = False) -> int:
+    """Return how often training should see each of so many images; more of them gains little."""
+    seen, fewest, most = _FROM_WEIGHTS if from_weights else _FROM_SCRATCH
+    return max(fewest, min(most, round(seen / max(1, images))))
 
 
 def too_short(recipe: Mapping[str, Any], images: int) -> str | None:

@@ -271,7 +271,7 @@ def _choose_rounds(values: dict[str, Any], data: DataSummary | None) -> list[str
     if not images or not isinstance(epochs, int) or epochs < 1 or training.get("local_steps"):
         values["rounds"] = _ROUNDS
         return []
-    passes = enough_passes(images)
+    passes = enough_passes(images, from_weights=bool(_get(values, "model", "weights")))
     values["rounds"] = -(-passes // epochs)
     return [f"rounds is {values['rounds']}, so that each of {images:,} images is seen {passes} times."]
 

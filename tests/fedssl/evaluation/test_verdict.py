@@ -26,12 +26,14 @@ def test_one_point_finds_nothing_and_noise_finds_by_chance():
     assert view_retrieval((noise[0], noise[0])) == 100.0
 
 
-def measured(tiny, folder, before, after, pixels, ranks=(20.0, 30.0)):
-    """The sentences about a finished run with these figures."""
+def measured(tiny, folder, before, after, pixels, ranks=(20.0, 30.0), linear=()):
+    """The sentences about a finished run with these figures; `linear` are the encoder's and the pixels' accuracy."""
+    names = ((2, "linear"), (0, "pixel_linear"))
+    accuracies = [(number, "global", name, value) for (number, name), value in zip(names, linear, strict=False)]
     rows = [(0, "global", "view_retrieval", before), (2, "global", "view_retrieval", after)]
     rows += [(0, "global", "pixel_view_retrieval", pixels)]
     rows += [(number, "global", "effective_rank", rank) for number, rank in zip((0, 2), ranks, strict=True)]
-    write_run(folder, tiny(), rows)
+    write_run(folder, tiny(), rows + accuracies)
     return " ".join(verdict(read_run(folder)))
 
 
@@ -49,6 +51,17 @@ def test_an_encoder_must_be_ahead_of_its_start_and_of_the_pixels(before, after, 
     assert told in text
     assert text.startswith(f"{after} % of random views find their own image")
     assert "collapsed" not in text
+
+
+def test_an_accuracy_that_is_not_above_raw_pixels_is_named(tiny, tmp_path):
+    told = "Its linear accuracy, 83.1 %, is NOT above that of raw pixels, 83.7 %"
+    assert told in measured(tiny, tmp_path / "below", 10.0, 60.0, 20.0, linear=(83.1, 83.7))
+    assert "NOT" not in measured(tiny, tmp_path / "above", 10.0, 60.0, 20.0, linear=(83.8, 83.7))
+
+
+def test_training_from_weights_is_shorter():
+    assert [enough_passes(images) for images in (500, 10_000, 10**6)] == [400, 120, 30]
+    assert [enough_passes(images, from_weights=True) for images in (500, 10_000, 10**6)] == [30, 6, 3]
 
 
 def test_a_collapse_is_named(tiny, tmp_path):
