@@ -113,7 +113,8 @@ def test_versions_agree() -> None:
     folders = ROOT, *(ROOT / "distributions" / name for name in build.SOURCES)
     versions = {pyproject(folder)["project"]["version"] for folder in folders}
     newest = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[0]
-    assert versions | {newest, importlib.metadata.version("fedkernels-fedssl")} == {fedkernels.__version__}
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert versions | {newest, cited, importlib.metadata.version("fedkernels-fedssl")} == {fedkernels.__version__}
 
 
 def test_both_in_one(both: Both) -> None:
