@@ -41,7 +41,7 @@ class TrainingOptions(Options):
     """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's.
 
     With `local_steps` a client with fewer images goes through them more often, and one with more stops early, in a new
-    random order in each round. So clients of unequal size move about equally far, which EUA's and MGDA's weights read.
+    random order in each round. So clients of unequal size move about equally far, which EUA's weights read.
     FedU2's released code is near to it: a client takes as many whole epochs, at most 10, as fit into the steps that
     `local_epochs` takes on the largest client.
     """
@@ -93,12 +93,6 @@ class TrainingOptions(Options):
         description="whether a run on a GPU, its evaluation included, takes operations alone that always round alike: "
         "two runs on one model of GPU are then bit-identical, and an operation that cannot do so is an error. Runs on "
         "the CPU are bit-identical without it",
-    )
-    join_views: bool = Field(
-        False,
-        description="whether all views of a batch pass through each network in one call, with about half of a step's "
-        "operations. BatchNorm then normalises by the mean and variance over all views and not of each, so results "
-        "differ. No gain where layers are frozen, whose outputs are then not shared between networks",
     )
 
 
@@ -155,7 +149,6 @@ def train_locally(
     """
     client, objective = local.client, local.objective
     model, device = client.model, client.model.device
-    model.joins_views = options.join_views
     if device.type == "cpu":
         keep_freed_memory()
     step_kind = _kind_of_step(local, options, regularizers)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
-from .view_threads import Run, ViewThreads, view_threads
+from .view_threads import ViewThreads, view_threads
 
 Layer = Literal["encoder", "predictor"]
 #: the online module that a supervised objective trains on the labels; evaluation measures its accuracy
@@ -46,8 +46,6 @@ class Model(nn.Module):
         self.online = nn.ModuleDict(online)
         self.target = nn.ModuleDict({name: copy.deepcopy(online[name]) for name in target_parts})
         self.target.requires_grad_(False)
-        #: whether all views of a batch pass through a network in one call; training.join_views
-        self.joins_views = False
         #: in which contrastive losses take their rows, if not as they are; training.precision
         self.rows_dtype: torch.dtype | None = None
         #: by which two views pass through a network at a time, while the model trains
@@ -78,8 +76,7 @@ class Model(nn.Module):
 
         Views are normalised, float32 [n, C, H, W]; outputs, such as representations and projections, are [n, d] each.
         """
-        outputs = self._passes(self.online, self._batches(views), _outputs)
-        return tuple(_by_view(list(network_outputs), views) for network_outputs in zip(*outputs, strict=True))
+        return tuple(zip(*self._passes(self.online, views), strict=True))
 
     def unit_rows(self, outputs: Tensor) -> Tensor:
         """Return outputs [n, d] as rows of length 1, in the dtype that contrastive losses take in this training."""
@@ -94,15 +91,11 @@ class Model(nn.Module):
     def target_of_views(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return `target_project` of each view."""
         with torch.no_grad():
-            outputs = self._passes(self.target, self._batches(views), _outputs)
-        return _by_view([output[-1] for output in outputs], views)
+            return tuple(outputs[-1] for outputs in self._passes(self.target, views))
 
     @contextmanager
     def views_at_a_time(self) -> Iterator[ViewThreads | None]:
         """Let two views pass through a network at the same time in the body if possible (view_threads.py)."""
-        if self.joins_views:
-            yield None
-            return
         with view_threads(self.online, self.target) as self.view_threads:
             try:
                 yield self.view_threads
@@ -118,13 +111,10 @@ class Model(nn.Module):
         finally:
             self._pairs = None
 
-    def _passes(self, chain: nn.ModuleDict, batches: list[Tensor], run: Run) -> list[tuple[Tensor, ...]]:
-        if self.view_threads is not None and len(batches) == 2 and not any(batch.requires_grad for batch in batches):
-            return self.view_threads.passes(chain, batches, run)
-        return [run(chain, batch) for batch in batches]
-
-    def _batches(self, views: tuple[Tensor, ...]) -> list[Tensor]:
-        return [torch.cat(views)] if self.joins_views and len(views) > 1 else list(views)
+    def _passes(self, chain: nn.ModuleDict, views: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        if self.view_threads is not None and len(views) == 2 and not any(view.requires_grad for view in views):
+            return self.view_threads.passes(chain, views, _outputs)
+        return [_outputs(chain, view) for view in views]
 
     def reset_target(self) -> None:
         """Make the target network an exact copy of the online one."""
@@ -161,11 +151,6 @@ def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:
     return tuple(outputs[1:])
 
 
-def _by_view(batches: list[Tensor], views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return one output a view, also if the views passed through a network as one batch."""
-    return tuple(batches) if len(batches) == len(views) else batches[0].split([len(view) for view in views])
-
-
 @contextmanager
 def untouched_running_statistics(network: nn.Module) -> Iterator[None]:
     """Normalise by the batch's statistics in training mode and change no running ones, in the body.
@@ -180,18 +165,6 @@ def untouched_running_statistics(network: nn.Module) -> Iterator[None]:
     finally:
         for module in changed:
             module.track_running_stats = True  # type: ignore[assignment]
-
-
-@contextmanager
-def running_statistics(network: nn.Module) -> Iterator[None]:
-    """Put the network into evaluation mode in the body: it uses its running statistics and changes none."""
-    training = [module for module in network.modules() if module.training]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def mlp_head(

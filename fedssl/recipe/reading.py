@@ -18,6 +18,14 @@ from .presets import AppliedPreset, apply_preset, with_overrides
 from .recipe import Recipe
 from .rules import privacy_problem
 
+#: options that every run stored before they went, by the mapping or part that had them, with what now always holds
+_GONE: dict[str, dict[str, Any]] = {
+    "training": {"processes": 1, "join_views": False},
+    "cka_alignment": {"statistics": "batch"},
+    "representation_mean": {"bandwidth": 1.0, "send": "auto", "statistics": "running", "batch_size": 500},
+    "sliced_uniformity": {"tangent_spaces": None},
+}
+
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
     """Load a recipe, apply overrides, fill in what is left open by its preset, and check every key.
@@ -85,9 +93,7 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
     """
     file = directory.path / "recipe.yaml"
     values = read_values(file)
-    training = values.get("training")
-    if isinstance(training, dict) and training.get("processes") == 1:  # an option that runs before 2026-11-27 stored
-        del training["processes"]
+    _leave_out_gone(values)
     for name in [] if trust else own_parts(values):
         if defined_elsewhere(name):
             continue  # it cannot be run here, which the check of the recipe reports
@@ -100,6 +106,18 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
                 "--trust to continue with it as it is"
             )
     return parse_recipe(values, str(file))
+
+
+def _leave_out_gone(values: dict[str, Any]) -> None:
+    """Remove the options that are gone where they have the value that now always holds; the checks refuse others."""
+    values.pop("client_states", None)  # no result depended on it
+    mappings = [("training", values.get("training"))]
+    for parts in (values.get("regularizers"), values.get("aggregators")):
+        mappings += [(part.get("name"), part) for part in parts or () if isinstance(part, dict)]
+    for name, mapping in mappings:
+        for option, still in _GONE.get(str(name), {}).items():
+            if isinstance(mapping, dict) and mapping.get(option, ...) == still:
+                del mapping[option]
 
 
 def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:

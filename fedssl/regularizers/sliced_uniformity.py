@@ -72,7 +72,6 @@ class SlicedUniformity(Regularizer):
 
     weight: float = Field(0.01, ge=0, description="factor of the distances")
     directions: int = Field(6, ge=1, description="directions in each tangent space")
-    tangent_spaces: int | None = Field(None, ge=1, description="tangent spaces a step (default: one an image)")
     scale: Literal["released", "mean"] = Field(
         "released",
         description="released: a sum over the tangent spaces, divided by 6, along Gaussian directions; mean: their "
@@ -89,10 +88,9 @@ class SlicedUniformity(Regularizer):
         def term(step: Step) -> Tensor:
             z = F.normalize(torch.stack(step.projections).float(), dim=-1)
             _, rows, features = z.shape
-            spaces = self.tangent_spaces or rows
             samples = sphere_samples(rows, features, generator)
-            base = sphere_samples(spaces, features, generator)
-            direction = torch.randn(spaces, self.directions, features, generator=generator, device=generator.device)
+            base = sphere_samples(rows, features, generator)
+            direction = torch.randn(rows, self.directions, features, generator=generator, device=generator.device)
             if self.scale == "mean":
                 along_base = (direction * base.unsqueeze(1)).sum(-1, keepdim=True)
                 direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)

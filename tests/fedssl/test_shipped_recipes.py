@@ -42,7 +42,7 @@ SMALL = [
 ]
 #: methods whose clients or server remember something besides the models or draw masks, and other ways to compute steps
 REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl", "feddino", "fedmae"]
-OTHER_STEPS = ["fedu2 training.precision=bfloat16 training.join_views=true", "fedu2 training.local_steps=3"]
+OTHER_STEPS = ["fedu2 training.precision=bfloat16", "fedu2 training.local_steps=3"]
 
 
 def small(name: str, *more: str) -> Recipe:

@@ -135,7 +135,7 @@ def test_a_clients_own_model(tmp_path):
 
 
 def test_a_client_that_stopped_before_the_last_stage_is_refused(tmp_path):
-    run, _ = finished_run(tmp_path, **(LW_FEDSSL | {"client_states": "disk"}))
+    run, _ = finished_run(tmp_path, **LW_FEDSSL)
     directory = RunDirectory.open(run)
     state = directory.client_state(1)
     directory.write_client(1, 1, state)
