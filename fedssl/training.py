@@ -84,9 +84,8 @@ class TrainingOptions(Options):
     precision: Precision = Field(
         "float32",
         description="in which type networks compute while they train; weights, gradients, losses and evaluation stay "
-        "float32. tf32 and float16 need CUDA. There tf32 forms all products of training in tf32, losses included, and "
-        "with bfloat16 or float16 the contrastive losses of simclr, moco_v3, fedx and global_distillation take rows "
-        "that are rounded to it, and sum in float32",
+        "float32. float16 needs CUDA. On CUDA the contrastive losses of simclr, moco_v3, fedx and global_distillation "
+        "take rows that are rounded to it, and sum in float32",
     )
     deterministic: bool = Field(
         False,

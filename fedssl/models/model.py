@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UserError
 from .view_threads import ViewThreads, view_threads
 
 Layer = Literal["encoder", "predictor"]
@@ -181,14 +180,7 @@ def mlp_head(
     projector and predictor and SimSiam's predictor; with three and `last_batch_norm` it is SimSiam's projector. The
     last BatchNorm has no weight and bias, as in the released code of SimSiam and MoCo v3. Initialised from torch's
     global random generator.
-
-    Raises:
-        UserError: a dimension or the number of layers is below 1.
     """
-    sizes = {"in_features": in_features, "hidden_features": hidden_features, "out_features": out_features}
-    for name, value in {**sizes, "layers": layers}.items():
-        if value < 1:
-            raise UserError(f"{name}: expected at least 1, got {value}")
     modules: list[nn.Module] = []
     width = in_features
     for _ in range(layers - 1):

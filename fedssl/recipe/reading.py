@@ -13,16 +13,19 @@ from ..options import explain_errors, shortened
 from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run_folder.directory import RunDirectory
 from ..untrusted import PART_KEYS, own_part_file, own_parts
-from .overrides import DEFAULT_PARTS, read_values, with_paths_from, with_weights_from
-from .presets import AppliedPreset, apply_preset, with_overrides
+from .overrides import DEFAULT_PARTS, read_values, with_paths_from
+from .presets import AppliedPreset, apply_preset, parts_in, with_overrides
 from .recipe import Recipe
 from .rules import privacy_problem
 
 #: options that every run stored before they went, by the mapping or part that had them, with what now always holds
 _GONE: dict[str, dict[str, Any]] = {
     "training": {"processes": 1, "join_views": False},
+    "mae": {"crop_and_flip_only": True},
+    "supervised": {"mild_augmentation": True},
     "cka_alignment": {"statistics": "batch"},
     "representation_mean": {"bandwidth": 1.0, "send": "auto", "statistics": "running", "batch_size": 500},
+    "orchestra_clusters": {"average_target": True},
     "sliced_uniformity": {"tangent_spaces": None},
 }
 
@@ -111,11 +114,9 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
 def _leave_out_gone(values: dict[str, Any]) -> None:
     """Remove the options that are gone where they have the value that now always holds; the checks refuse others."""
     values.pop("client_states", None)  # no result depended on it
-    mappings = [("training", values.get("training"))]
-    for parts in (values.get("regularizers"), values.get("aggregators")):
-        mappings += [(part.get("name"), part) for part in parts or () if isinstance(part, dict)]
+    mappings = [("training", values.get("training")), *((part["name"], part) for _, part in parts_in(values))]
     for name, mapping in mappings:
-        for option, still in _GONE.get(str(name), {}).items():
+        for option, still in _GONE.get(name, {}).items():
             if isinstance(mapping, dict) and mapping.get(option, ...) == still:
                 del mapping[option]
 
@@ -155,7 +156,7 @@ def check_keys(values: dict[str, Any], source: str) -> Recipe:
         else:
             problems.append(f"{key}: expected a list of parts, got {shortened(values[key])}")
     if "model" in values:
-        values["model"] = with_weights_from(Path(), values["model"])
+        values["model"] = with_paths_from(Path(), "model", values["model"])
     if not problems:
         try:
             return Recipe.model_validate(values)
@@ -171,7 +172,7 @@ def _check_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         problems.append(f"{path}: expected a part such as {{name: ...}}, got {shortened(value)}")
         return value
-    value = with_paths_from(Path(), value)
+    value = with_paths_from(Path(), path.partition(".")[0], value)
     try:
         cls = part_class(folder, value["name"])
     except UserError as error:

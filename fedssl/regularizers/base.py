@@ -9,20 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..client import LocalRound
-from ..errors import UserError
 from ..objectives.base import Objective, Step
 from ..parts import Part
 
 StepLoss = Callable[[Step], Tensor]
-
-
-def require_two_views(part: Part, objective: Objective) -> None:
-    """Raise a UserError unless the objective's steps return outputs of two views of each image."""
-    if objective.online_views != 2:
-        raise UserError(
-            f"{part.name} compares two views of each image, but objective {objective.name} passes "
-            f"{objective.online_views} through the online network: use simclr, or byol with symmetric: true"
-        )
 
 
 class Regularizer(Part):
@@ -38,6 +28,9 @@ class Regularizer(Part):
     needs_global_model: ClassVar[bool] = False
     #: whether it reads `LocalRound.previous`
     needs_previous_model: ClassVar[bool] = False
+
+    #: whether it compares outputs of two views of each image
+    needs_two_views: ClassVar[bool] = False
 
     def check_objective(self, objective: Objective) -> None:
         """Raise a UserError for an objective whose steps lack what the term needs; called before anything runs."""

@@ -5,27 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from ..aggregators.representation_mean import FACTOR, KERNEL
 from ..client import LocalRound
 from ..objectives.base import Step
+from ..teacher import cosines, similarity_loss
 from .base import Regularizer, StepLoss
 from .cka_alignment import public_representations
-
-
-def similarity_divergence(similarities: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """Return the mean over i of KL(p_i || q_i), a scalar, from cosine similarities [n, n] and the target's [n, n].
-
-    q_i is the softmax of s_ij / temperature over all j other than i, and p_i that of the target.
-    """
-    n = len(similarities)
-    others = ~torch.eye(n, dtype=torch.bool, device=similarities.device)
-    q = F.log_softmax(similarities[others].view(n, n - 1) / temperature, dim=1)
-    p = F.log_softmax(target[others].view(n, n - 1) / temperature, dim=1)
-    return F.kl_div(q, p, log_target=True, reduction="batchmean")
 
 
 class SimilarityDistillation(Regularizer):
@@ -61,16 +49,14 @@ class SimilarityDistillation(Regularizer):
             rows, x = next(batches)
             if centered:
                 x = x - x.mean(dim=0)
-            x = F.normalize(x, dim=1)
             if factor is not None:
-                y = F.normalize(factor[rows].to(x, non_blocking=True), dim=1)
-                target = y @ y.T
+                target = cosines(factor[rows].to(x, non_blocking=True))
             else:
                 assert kernel is not None
                 target = kernel[rows][:, rows].to(x, non_blocking=True)
                 scale = target.diagonal().clamp_min(1e-30).rsqrt()
                 target = target * scale * scale[:, None]
-            divergence = similarity_divergence(x @ x.T, target, self.temperature)
+            divergence = similarity_loss(cosines(x), target, self.temperature)
             local.log("similarity_divergence", divergence.detach())
             return self.weight * divergence
 

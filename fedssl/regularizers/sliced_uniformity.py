@@ -10,8 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..errors import UserError
-from ..models.model import Model
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 from .uniformity import sphere_samples
@@ -70,6 +68,8 @@ class SlicedUniformity(Regularizer):
     `sliced_distance`: the sum above, or the mean, as the mean over the views.
     """
 
+    needs_head = "projector"
+
     weight: float = Field(0.01, ge=0, description="factor of the distances")
     directions: int = Field(6, ge=1, description="directions in each tangent space")
     scale: Literal["released", "mean"] = Field(
@@ -77,10 +77,6 @@ class SlicedUniformity(Regularizer):
         description="released: a sum over the tangent spaces, divided by 6, along Gaussian directions; mean: their "
         "mean, along unit directions",
     )
-
-    def check_model(self, model: Model) -> None:
-        if "projector" not in model.online:
-            raise UserError("sliced_uniformity works on the projector's output, and this objective has no projector")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         generator = local.device_generator("sliced_uniformity")

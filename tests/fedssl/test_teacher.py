@@ -20,7 +20,7 @@ from fedssl.recipe.reading import load_recipe, load_stored_recipe
 from fedssl.recipe.rules import check_parts
 from fedssl.reports.cost import estimate
 from fedssl.run_folder.directory import RunDirectory
-from fedssl.teacher import _loaded, similarity_loss
+from fedssl.teacher import _loaded, cosines, similarity_loss
 from fedssl.training import STEP_COSTS
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from tests.fedssl.rounds_in_memory import train_rounds
@@ -41,10 +41,14 @@ def similarities(student, teacher, temperature=0.5):
 def test_similarities_equal_the_definition_and_their_gradients_finite_differences():
     torch.manual_seed(0)
     student, teacher = (torch.randn(5, d, dtype=torch.float64) for d in (3, 4))
-    assert float(similarity_loss(student, teacher, 0.5)) == pytest.approx(similarities(student, teacher), rel=1e-12)
-    assert float(similarity_loss(3 * teacher, teacher, 0.1)) == pytest.approx(0, abs=1e-12)
-    assert float(similarity_loss(student[:1], teacher[:1], 0.5)) == 0
-    assert torch.autograd.gradcheck(lambda x: similarity_loss(x, teacher, 0.5), student.requires_grad_())
+
+    def loss(one: torch.Tensor, other: torch.Tensor, temperature: float = 0.5) -> torch.Tensor:
+        return similarity_loss(cosines(one), cosines(other), temperature)
+
+    assert float(loss(student, teacher)) == pytest.approx(similarities(student, teacher), rel=1e-12)
+    assert float(loss(3 * teacher, teacher, 0.1)) == pytest.approx(0, abs=1e-12)
+    assert float(loss(student[:1], teacher[:1])) == 0
+    assert torch.autograd.gradcheck(lambda x: loss(x, teacher), student.requires_grad_())
 
 
 @pytest.mark.parametrize(("loss", "layers"), [("features", 1), ("features", 2), ("similarities", 1)])

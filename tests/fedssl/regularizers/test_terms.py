@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fedkernels import nt_xent
@@ -29,7 +28,8 @@ from fedssl.regularizers.global_distillation import GlobalDistillation
 from fedssl.regularizers.proximal import Proximal
 from fedssl.regularizers.relational_distillation import RelationalDistillation, relational_loss
 from fedssl.regularizers.representation_alignment import RepresentationAlignment, model_contrast
-from fedssl.regularizers.similarity_distillation import SimilarityDistillation, similarity_divergence
+from fedssl.regularizers.similarity_distillation import SimilarityDistillation
+from fedssl.teacher import similarity_loss
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.models.test_model import images, staged
 from tests.fedssl.rounds_in_memory import train_rounds
@@ -188,19 +188,6 @@ def test_the_term_is_mu_times_one_minus_eq_1(kernel, centered, tiny):
     assert local.logged()["cka"] == pytest.approx(cka, abs=1e-5)
 
 
-def test_the_divergence_of_similarities_is_that_of_softmaxes_over_the_other_images():
-    torch.manual_seed(0)
-    a, b = (F.normalize(torch.randn(5, 3, dtype=torch.float64), dim=1) for _ in range(2))
-    by_hand = 0.0
-    for i in range(5):
-        others = [j for j in range(5) if j != i]
-        q, p = (torch.exp(torch.stack([x[i] @ x[j] for j in others]) / 0.2) for x in (a, b))
-        q, p = q / q.sum(), p / p.sum()
-        by_hand += float((p * (p / q).log()).sum()) / 5
-    assert float(similarity_divergence(a @ a.T, b @ b.T, 0.2)) == pytest.approx(by_hand, abs=1e-12)
-    assert float(similarity_divergence(a @ a.T, a @ a.T, 0.2)) == pytest.approx(0, abs=1e-12)
-
-
 @pytest.mark.parametrize("kernel", ["half_whitened", "gaussian"])
 def test_similarities_are_those_of_whitened_representations_and_of_the_mean_kernel(kernel, tiny):
     """All 30 public images in one batch, a network in evaluation mode."""
@@ -217,7 +204,7 @@ def test_similarities_are_those_of_whitened_representations_and_of_the_mean_kern
     by_hand = gaussian_by_hand if kernel == "gaussian" else lambda t: t.double() @ t.double().T
     b = sum(map(by_hand, server.tensors.values())) / 3
     b = b * b.diagonal().rsqrt() * b.diagonal().rsqrt()[:, None]
-    expected = float(similarity_divergence(a, b, 0.3))
+    expected = float(similarity_loss(a, b, 0.3))
     assert float(term.detach()) == pytest.approx(0.7 * expected, rel=1e-3)
     assert local.logged()["similarity_divergence"] == pytest.approx(expected, rel=1e-3)
 
