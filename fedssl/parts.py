@@ -15,7 +15,7 @@ import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -47,7 +47,7 @@ class Part(Options):
         return {"name": _name_of(cls)} | values if isinstance(values, dict) else values
 
     #: the network behind the encoder whose outputs it works on; a recipe whose objective has none is refused
-    needs_head: ClassVar[Literal["projector", "predictor"] | None] = None
+    needs_head: ClassVar[str | None] = None
 
     def recorded(self, image_shape: tuple[int, ...]) -> Self:
         """Return the part as a run on images [C, H, W] records it, for instance with digests of files that it reads."""

@@ -68,11 +68,7 @@ class TaughtPart(Part):
 
 
 def _read(teacher: str, recorded: str | None, image_shape: tuple[int, ...]) -> Any:
-    channels, height, width = image_shape
-    try:
-        network = frozen_encoder(teacher, (channels, height, width))
-    except UserError as error:
-        raise UserError(f"distillation.teacher: {str(error).removeprefix('model.weights: ')}") from error
+    network = frozen_encoder(teacher, image_shape, "distillation.teacher")
     if recorded not in (None, digest(network.state_dict())):
         raise UserError(
             f"distillation.teacher: {teacher} holds other weights than those recorded in teacher_digest when the run "

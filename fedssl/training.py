@@ -173,11 +173,7 @@ def train_locally(
         _require_finite(unchecked, steps, local, dict(zip(names, parts, strict=False)))
 
     batches = itertools.islice(batches, most_steps)
-    with (
-        networks_compute_in(model, options.precision),
-        model.same_parameters(),
-        model.views_at_a_time() as threads,
-    ):
+    with networks_compute_in(model, options.precision), model.views_at_a_time() as threads:
         terms = [regularizer.start_round(local) for regularizer in regularizers]
         batches_in_views = Prefetch(_views(local, device_batches(client.images, batches, device), steps_of_epoch))
         for rows, views in batches_in_views:

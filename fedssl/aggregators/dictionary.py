@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -30,7 +32,7 @@ class Dictionary(Aggregator):
     with all of them: 4 * 2 B * sum_k n_k bytes for each matrix of similarities, 50 MB at B = 128 and 50,000 images.
     """
 
-    needs_head = "projector"
+    needs_head: ClassVar[str | None] = "projector"
 
     samples: int | None = Field(
         None, ge=1, description="projections that a client sends, one of each image (default: those of all its images)"

@@ -98,9 +98,8 @@ class OrchestraClusters(Aggregator):
         points = torch.cat([replies[k].tensors[LOCAL] for k in sorted(replies)])
         centroids = cluster_globally(points, server.tensors[GLOBAL], self.temperature, self.steps)
         used = len((points @ centroids.T).argmax(dim=1).unique())
-        state = Message({GLOBAL: centroids}, metrics={"clusters_used/global": used})
-        state.tensors |= self._next_target(server, replies)
-        return state
+        tensors = {GLOBAL: centroids} | self._next_target(server, replies)
+        return Message(tensors, metrics={"clusters_used/global": used})
 
     def _next_target(self, server: Message, replies: dict[int, Message]) -> dict[str, Tensor]:
         """Return the mean of the clients' target networks; after the opening round a copy of the online one."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..client import LocalRound
 from ..data.pixels import normalize
@@ -208,11 +209,6 @@ class RepresentationMean(Aggregator):
             )
         if self.kernel == "gaussian" and self.components is not None:
             raise UserError("representation_mean has components, but kernel gaussian has no factor: leave it out")
-        if self.renew_every > 1 and self.target in ("untrained", "oracle"):
-            raise UserError(
-                f"representation_mean.renew_every is {self.renew_every}, but kernels of target {self.target} are never "
-                "renewed: leave renew_every out"
-            )
         if self.fewest_clients > clients:
             raise UserError(
                 f"representation_mean.fewest_clients is {self.fewest_clients}, but there are only {clients} clients: "
@@ -272,10 +268,7 @@ class RepresentationMean(Aggregator):
     @torch.no_grad()
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
         client, model = local.client, local.client.model.eval()
-
-        def represent(images: Tensor) -> Tensor:
-            return model.represent(images, self.layer)
-
+        represent = partial(model.represent, layer=self.layer)
         a = self._represented(local, represent, views=0)
         local.log("public_effective_rank", effective_rank(a))
         factor, whitening = self._factor(a)
@@ -284,7 +277,9 @@ class RepresentationMean(Aggregator):
         if not local.received.config.get(ASKED, True):
             return Message()
         if self.oracle is not None:
-            factor, _ = self._factor(self._represented(local, self._oracle_of(local), self.views))
+            shape = client.images.shape[1:]
+            oracle = frozen_encoder(self.oracle, shape, "representation_mean.oracle").to(model.device)
+            factor, _ = self._factor(self._represented(local, oracle, self.views))
         elif self.views:
             factor, _ = self._factor(self._represented(local, represent, self.views))
         return Message({f"representation.{client.index}": factor})
@@ -295,22 +290,10 @@ class RepresentationMean(Aggregator):
         assert public is not None
         means = []
         for batch in torch.arange(len(public)).split(_BATCH):
-            if views:
-                pairs = [local.views(public[batch], batch, "representation", pair) for pair in range(views // 2)]
-                means.append(torch.stack([represent(view) for pair in pairs for view in pair]).mean(dim=0).cpu())
-            else:
-                means.append(represent(normalize(public[batch].to(device))).cpu())
+            drawn = [local.views(public[batch], batch, "representation", pair) for pair in range(views // 2)]
+            images = [view for pair in drawn for view in pair] or [normalize(public[batch].to(device))]
+            means.append(torch.stack([represent(one) for one in images]).mean(dim=0).cpu())
         return torch.cat(means)
-
-    def _oracle_of(self, local: LocalRound) -> nn.Module:
-        """Return the oracle's encoder."""
-        assert self.oracle is not None
-        assert local.client.public_images is not None
-        channels, height, width = local.client.public_images.shape[1:]
-        try:
-            return frozen_encoder(self.oracle, (channels, height, width)).to(local.client.model.device)
-        except UserError as error:
-            raise UserError(f"representation_mean.oracle: {error}") from error
 
     def _factor(self, a: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the factor of the kernel that representations [L, d] make, and its whitening matrix if it has one."""

@@ -37,7 +37,7 @@ class FedEMA(LocalUpdate):
     """
 
     whole_models: ClassVar[bool] = True
-    needs_head = "predictor"
+    needs_head: ClassVar[str | None] = "predictor"
 
     tau: float = Field(0.7, gt=0, le=1, description="share of the client's own weights in its first mixture")
 

@@ -43,7 +43,7 @@ class FedU(LocalUpdate):
     """
 
     whole_models: ClassVar[bool] = True
-    needs_head = "predictor"
+    needs_head: ClassVar[str | None] = "predictor"
 
     threshold: float = Field(0.4, gt=0, description="mu; from this divergence on a client keeps its own predictor")
 

@@ -49,7 +49,6 @@ class Model(nn.Module):
         self.rows_dtype: torch.dtype | None = None
         #: by which two views pass through a network at a time, while the model trains
         self.view_threads: ViewThreads | None = None
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # within `same_parameters`
 
     @property
     def encoder(self) -> nn.Module:
@@ -101,15 +100,6 @@ class Model(nn.Module):
             finally:
                 self.view_threads = None
 
-    @contextmanager
-    def same_parameters(self) -> Iterator[None]:
-        """Look up once which parameters train; they must not change in the body."""
-        self._pairs = self._trained_pairs()
-        try:
-            yield
-        finally:
-            self._pairs = None
-
     def _passes(self, chain: nn.ModuleDict, views: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
         if self.view_threads is not None and len(views) == 2 and not any(view.requires_grad for view in views):
             return self.view_threads.passes(chain, views, _outputs)
@@ -127,19 +117,14 @@ class Model(nn.Module):
         Buffers do not change, as the target's BatchNorm keeps the statistics of its own forward passes, nor do
         parameters whose online counterparts do not train.
         """
-        old, new = self._trained_pairs() if self._pairs is None else self._pairs
-        if old:
-            torch._foreach_lerp_(old, new, 1.0 - momentum)
-
-    def _trained_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the target network's parameters whose online counterparts train, and these counterparts."""
         pairs = [
             (old, new)
             for name, module in self.target.items()
             for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True)
             if new.requires_grad
         ]
-        return [old for old, _ in pairs], [new for _, new in pairs]
+        if pairs:
+            torch._foreach_lerp_([old for old, _ in pairs], [new for _, new in pairs], 1.0 - momentum)
 
 
 def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import platform
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -21,7 +18,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Check that a device can train with a precision; warn once where it can but will hardly gain time.
+    """Check that a device can train with a precision.
 
     Raises:
         UserError: float16 on anything but CUDA.
@@ -30,24 +27,6 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         raise UserError(
             f"training.precision float16 needs a CUDA device, got device {device.type}: use training.precision=bfloat16"
         )
-    if precision == "bfloat16" and device.type == "cpu" and not _cpu_multiplies_bfloat16():
-        _warn_of_slow_bfloat16()
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """Return whether an x86 processor multiplies bfloat16; torch reports this of x86 alone."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return True
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-@functools.cache
-def _warn_of_slow_bfloat16() -> None:
-    warnings.warn(
-        "training.precision bfloat16 is likely to be slower than float32 here, as this processor has neither "
-        "AVX512-BF16 nor AMX: use training.precision=float32",
-        stacklevel=3,
-    )
 
 
 @contextmanager

@@ -102,6 +102,3 @@ class Orchestra(Objective):
         loss = loss + F.cross_entropy(model.online["rotation"](model.online["projector"](model.encoder(turned))), turns)
         model.remember(target)
         return Step(loss, (representation,), (projection,), first_view=1)
-
-    def after_step(self, model: Model) -> None:
-        model.update_target(self.target_momentum)

@@ -24,8 +24,8 @@ from ..untrusted import (
     scalar_text,
 )
 
-#: the part under a key for which the recipe names none
-DEFAULT_PARTS = {"augmentation": "random_views"}
+#: the augmentation of a recipe that names none
+DEFAULT_AUGMENTATION = "random_views"
 _MOST_KEYS = 20  # in an override's path
 _WEIGHTS = "model.weights"
 _ENCODERS = (_WEIGHTS, "oracle", "teacher")  # keys of files or folders with a network's weights
@@ -111,7 +111,7 @@ def with_paths_from(folder: Path, key: str, value: Any) -> Any:
 
 def part_name(key: str, part: Any) -> Any:
     """Return the name of a part in a recipe's mapping, where it stands alone or in a mapping; None if it has none."""
-    return part.get("name", DEFAULT_PARTS.get(key)) if isinstance(part, dict) else part
+    return part.get("name", DEFAULT_AUGMENTATION if key == "augmentation" else None) if isinstance(part, dict) else part
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

@@ -137,24 +137,23 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     name = values.get("preset", "auto")
     if name == "none":
         return AppliedPreset(values, values, ())
-    data = _UNKNOWN
-    if name == "auto":
-        try:
-            data = _summarise(values)
-        except UserError as error:
+    if name not in ("auto", *preset_names()):
+        near = difflib.get_close_matches(str(name), preset_names(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}")
+    named = values.get("data", {})
+    try:  # None: `data` is invalid, which the recipe's checks report
+        data = (summarise(named) if isinstance(named, dict) else None) or _UNKNOWN
+    except UserError as error:
+        if name == "auto":
             raise UserError(
                 f"{error}; the preset is chosen from the data: correct data.path, or where the data lie on another "
                 f"machine name one with preset=NAME, of {', '.join(preset_names())}"
             ) from error
+        data = _UNKNOWN  # it may be on another machine
+    reason = "the recipe or the command line names it"
+    if name == "auto":
         name, reason = _preset_for(data, values)
-    else:
-        if name not in preset_names():
-            near = difflib.get_close_matches(str(name), preset_names(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}")
-        reason = "the recipe or the command line names it"
-        with contextlib.suppress(UserError):  # the data may be on another machine
-            data = _summarise(values)
     preset = read_preset(name)
     settings: dict[str, Any] = {}
     for _, part in parts_in(values):
@@ -179,12 +178,6 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
         with contextlib.suppress(*_OF_INVALID_VALUES):
             reasons += adapt(_Filled(values, given, preset, data))
     return AppliedPreset(given, values, tuple(reasons))
-
-
-def _summarise(values: dict[str, Any]) -> DataSummary:
-    """Return a summary of the recipe's data; if `data` is invalid, which the recipe's checks report, an unknown one."""
-    data = values.get("data", {})
-    return (summarise(data) if isinstance(data, dict) else None) or _UNKNOWN
 
 
 def _preset_for(data: DataSummary, values: dict[str, Any]) -> tuple[str, str]:
@@ -319,7 +312,7 @@ def _adapt_batch(recipe: _Filled) -> list[str]:
     clients, batch, reasons = partition["clients"], training["batch_size"], []
     own = recipe.given.get("training") or {}
     if own.get("batch_size") is None and not recipe.preset.name.startswith(PAPER):
-        share = (images - recipe.values["data"].get("public_holdout", 0)) // clients
+        share = (images - (recipe.values["data"].get("public_holdout") or 0)) // clients
         while batch > max(4, share // 2):
             batch //= 2
         if batch != training["batch_size"]:

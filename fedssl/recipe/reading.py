@@ -13,7 +13,7 @@ from ..options import explain_errors, shortened
 from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run_folder.directory import RunDirectory
 from ..untrusted import PART_KEYS, own_part_file, own_parts
-from .overrides import DEFAULT_PARTS, read_values, with_paths_from
+from .overrides import DEFAULT_AUGMENTATION, read_values, with_paths_from
 from .presets import AppliedPreset, apply_preset, parts_in, with_overrides
 from .recipe import Recipe
 from .rules import privacy_problem
@@ -70,17 +70,6 @@ def refuse_code(names: Iterable[str], source: str) -> None:
             f"{source} names the part{'s' if len(told) > 1 else ''} {', '.join(told)}, whose code would be run: read "
             f"that code first{where}, and give --trust (in Python trust=True) if you trust it"
         )
-
-
-def complete_recipe(values: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
-    """Apply overrides to a recipe's mapping, fill in what is left open by its preset, and check it.
-
-    Error messages call the recipe `source`.
-
-    Raises:
-        UserError: see `load_recipe`.
-    """
-    return parse_recipe(apply_preset(values, overrides, source).values, source)
 
 
 def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: bool = False) -> Recipe:
@@ -143,9 +132,8 @@ def check_keys(values: dict[str, Any], source: str) -> Recipe:
     """
     problems: list[str] = []
     values = dict(values)
-    for key, name in DEFAULT_PARTS.items():
-        if isinstance(values.setdefault(key, {}), dict):
-            values[key] = {"name": name} | values[key]
+    if isinstance(views := values.setdefault("augmentation", {}), dict):
+        values["augmentation"] = {"name": DEFAULT_AUGMENTATION} | views
     for key, (folder, many) in PART_KEYS.items():
         if key not in values:
             continue

@@ -106,13 +106,18 @@ def check_models(recipe: Recipe, build: Callable[[str], Model], shape: tuple[int
         further = recipe.augmentation.further_shape(shape)
         if recipe.objective.views > 2 and further != shape:
             _check_further_views(model, further, name)
+    objective = recipe.objective
     for regularizer in recipe.regularizers:
-        if regularizer.needs_two_views and recipe.objective.online_views != 2:
+        if regularizer.needs_two_views and objective.online_views != 2:
             raise UserError(
-                f"{regularizer.name} compares two views of each image, but objective {recipe.objective.name} passes "
-                f"{recipe.objective.online_views} through the online network: use simclr, or byol with symmetric: true"
+                f"{regularizer.name} compares two views of each image, but objective {objective.name} passes "
+                f"{objective.online_views} through the online network: use simclr, or byol with symmetric: true"
             )
-        regularizer.check_objective(recipe.objective)
+        if regularizer.runs_objective and objective.views != 2:
+            raise UserError(
+                f"{regularizer.name} takes steps on two views of the public images, but objective {objective.name} "
+                f"needs {objective.views}: use byol, simsiam, simclr or moco_v3"
+            )
 
 
 def _check_further_views(model: Model, shape: tuple[int, ...], architecture: str) -> None:

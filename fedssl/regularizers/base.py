@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..client import LocalRound
-from ..objectives.base import Objective, Step
+from ..objectives.base import Step
 from ..parts import Part
 
 StepLoss = Callable[[Step], Tensor]
@@ -20,7 +20,7 @@ class Regularizer(Part):
 
     #: whether it uses the shared public images; a recipe without public images is refused
     needs_public_images: ClassVar[bool] = False
-    #: whether it takes steps of the objective on the public images, which have no labels
+    #: whether it takes steps of the objective on two views of the public images, which have no labels
     runs_objective: ClassVar[bool] = False
     #: the aggregator whose message it reads; a recipe without it is refused
     needs_aggregator: ClassVar[str | None] = None
@@ -31,9 +31,6 @@ class Regularizer(Part):
 
     #: whether it compares outputs of two views of each image
     needs_two_views: ClassVar[bool] = False
-
-    def check_objective(self, objective: Objective) -> None:
-        """Raise a UserError for an objective whose steps lack what the term needs; called before anything runs."""
 
     @abstractmethod
     def start_round(self, local: LocalRound) -> StepLoss:

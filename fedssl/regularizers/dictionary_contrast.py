@@ -42,7 +42,7 @@ class DictionaryContrast(Regularizer):
     """
 
     needs_aggregator: ClassVar[str | None] = "dictionary"
-    needs_head = "projector"
+    needs_head: ClassVar[str | None] = "projector"
     needs_two_views: ClassVar[bool] = True
 
     weight: float = Field(1.0, ge=0, description="factor of the term")

@@ -30,7 +30,7 @@ class GlobalDistillation(Regularizer):
     """
 
     needs_global_model: ClassVar[bool] = True
-    needs_head = "predictor"
+    needs_head: ClassVar[str | None] = "predictor"
     needs_two_views: ClassVar[bool] = True
 
     weight: float = Field(1.0, ge=0, description="factor of the two losses")

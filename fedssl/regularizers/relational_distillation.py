@@ -50,7 +50,7 @@ class RelationalDistillation(Regularizer):
     without its weight.
     """
 
-    needs_head = "projector"
+    needs_head: ClassVar[str | None] = "projector"
     needs_two_views: ClassVar[bool] = True
 
     weight: float = Field(1.0, ge=0, description="factor of the term")

@@ -40,7 +40,7 @@ class RepresentationAlignment(Regularizer):
 
     needs_global_model: ClassVar[bool] = True
     needs_previous_model: ClassVar[bool] = True
-    needs_head = "projector"
+    needs_head: ClassVar[str | None] = "projector"
 
     weight: float = Field(1.0, ge=0, description="mu, the factor of the term")
     temperature: float = Field(0.5, gt=0, description="tau; divides the cosine similarities")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregators.representation_mean import FACTOR, KERNEL
 from ..client import LocalRound
 from ..objectives.base import Step
 from ..teacher import cosines, similarity_loss
 from .base import Regularizer, StepLoss
-from .cka_alignment import public_representations
+from .cka_alignment import public_batches
 
 
 class SimilarityDistillation(Regularizer):
@@ -38,22 +36,18 @@ class SimilarityDistillation(Regularizer):
     temperature: float = Field(0.1, gt=0, description="temperature of both softmaxes")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        received, device = local.received, local.client.model.device
-        centered = bool(received.config["alignment.centered"])
-        factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
-        batches = public_representations(local, self.batch_size, "similarity_distillation")
+        centered = bool(local.received.config["alignment.centered"])
+        batches = public_batches(local, self.batch_size, "similarity_distillation")
 
         def term(step: Step) -> Tensor:
-            if factor is None and kernel is None:  # the server has no usable answer to learn from yet
-                return torch.zeros((), device=device)
-            rows, x = next(batches)
+            if (batch := next(batches, None)) is None:
+                return step.loss.new_zeros(())
+            x, target, factored = batch
             if centered:
                 x = x - x.mean(dim=0)
-            if factor is not None:
-                target = cosines(factor[rows].to(x, non_blocking=True))
+            if factored:
+                target = cosines(target)
             else:
-                assert kernel is not None
-                target = kernel[rows][:, rows].to(x, non_blocking=True)
                 scale = target.diagonal().clamp_min(1e-30).rsqrt()
                 target = target * scale * scale[:, None]
             divergence = similarity_loss(cosines(x), target, self.temperature)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +68,7 @@ class SlicedUniformity(Regularizer):
     `sliced_distance`: the sum above, or the mean, as the mean over the views.
     """
 
-    needs_head = "projector"
+    needs_head: ClassVar[str | None] = "projector"
 
     weight: float = Field(0.01, ge=0, description="factor of the distances")
     directions: int = Field(6, ge=1, description="directions in each tangent space")

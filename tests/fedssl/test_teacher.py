@@ -58,7 +58,8 @@ def test_a_step_compares_the_networks_on_one_view_and_the_teacher_is_in_no_state
     federation = build_federation(noisy(**AVERAGED, objective=part, regularizers=[PART | options | {"weight": 3}]))
     model = federation.new_model(None).eval()
     step = federation.method.objective.step(model, (VIEW,), torch.zeros(6))
-    outputs, target = model.represent(VIEW).detach().double(), frozen_encoder(str(teacher), (1, 8, 8))(VIEW).double()
+    outputs = model.represent(VIEW).detach().double()
+    target = frozen_encoder(str(teacher), (1, 8, 8), "teacher")(VIEW).double()
     expected = similarities(outputs, target)
     if loss == "features":
         expected = float(1 - ((outputs * target).sum(1) / outputs.norm(dim=1) / target.norm(dim=1)).mean())
@@ -118,7 +119,7 @@ def test_wrong_teachers_are_refused_by_name(noisy, finished, teacher, tmp_path):
 def test_a_teacher_of_timm_keeps_its_own_stem_and_a_path_starts_at_the_recipe(monkeypatch, tmp_path):
     given = timm.create_model("resnet10t", num_classes=0).state_dict()
     monkeypatch.setattr(weights, "_from_timm", lambda name: given)
-    network = frozen_encoder("timm:resnet10t", (3, 32, 32))
+    network = frozen_encoder("timm:resnet10t", (3, 32, 32), "teacher")
     assert all(torch.equal(tensor, given[name]) for name, tensor in network.state_dict().items())
     assert not any(p.requires_grad for p in network.parameters())
     assert not network.training

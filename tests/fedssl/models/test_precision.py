@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 from typing import Any, get_args
 
 import pytest
@@ -184,16 +183,3 @@ def test_contrastive_losses_of_rounded_rows_are_float32s_but_for_rounding(name, 
     assert 0 < abs(rounded.logged()["loss"] / exact.logged()["loss"] - 1) < 1e-3
     one, other = (torch.cat([g.flatten() for g in of.values()]) for of in (gradients, exact_gradients))
     assert torch.cosine_similarity(one, other, dim=0) > 0.999
-
-
-def test_a_processor_on_which_bfloat16_is_slow_is_named_once(monkeypatch):
-    precision._warn_of_slow_bfloat16.cache_clear()
-    monkeypatch.setattr(precision, "_cpu_multiplies_bfloat16", lambda: False)
-    with pytest.warns(UserWarning, match="neither AVX512-BF16 nor AMX"):
-        check_precision("bfloat16", CPU)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_precision("bfloat16", CPU)
-        check_precision("bfloat16", torch.device("cuda"))
-        check_precision("float32", CPU)
-    precision._warn_of_slow_bfloat16.cache_clear()
