@@ -148,8 +148,8 @@ class EUA(WeightedMean):
         state = Message(dict(zip(weights, new, strict=True)))
         for name in statistics:
             state.tensors[name] = weighted_mean([replies[k].tensors[name] for k in order], samples)
-        for k, weight, share in zip(order, p, step, strict=True):
-            state.metrics |= {f"eua_weight/{k}": float(weight), f"eua_share/{k}": float(share)}
+        state.metrics = {f"eua_weight/{k}": float(weight) for k, weight in zip(order, p, strict=True)}
+        state.metrics |= {f"eua_share/{k}": float(share) for k, share in zip(order, step, strict=True)}
         state.metrics |= distance_metric(gram)
         if len(rates := deviation_change_rates(gram, step)):
             state.metrics |= {"eua_rate_min/global": float(rates.min()), "eua_rate_max/global": float(rates.max())}

@@ -1,4 +1,4 @@
-"""Exports give the run's features in a process without fedssl, and as ONNX, TorchScript and torch.export files."""
+"""Exports give the run's features in a process without fedssl, and as ONNX and torch.export files."""
 
 import json
 import os
