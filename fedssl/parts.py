@@ -15,7 +15,7 @@ import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -45,6 +45,9 @@ class Part(Options):
     def _name_after_class(cls, values: Any) -> Any:
         """Name a part that is made in Python, so that the recipe of a run can be read back."""
         return {"name": _name_of(cls)} | values if isinstance(values, dict) else values
+
+    #: the network behind the encoder whose outputs it works on; a recipe whose objective has none is refused
+    needs_head: ClassVar[str | None] = None
 
     def recorded(self, image_shape: tuple[int, ...]) -> Self:
         """Return the part as a run on images [C, H, W] records it, for instance with digests of files that it reads."""

@@ -19,20 +19,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def cosines(outputs: Tensor) -> Tensor:
+    """Return the cosine similarities [n, n] between a network's outputs [n, d]."""
+    rows = F.normalize(outputs, dim=1)
+    return rows @ rows.T
+
+
 def similarity_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return KL(t_i | s_i) of two networks' similarities between the images of a batch, mean over images i, a scalar.
+    """Return KL(t_i | s_i) of similarities between the images of a batch, mean over images i, a scalar.
 
-    s_i = softmax over j != i of cos(student_i, student_j) / temperature, and t_i the same of `teacher`. An image's
+    s_i = softmax over j != i of student_ij / temperature, and t_i the same of `teacher`; both are [n, n]. An image's
     similarity to itself is left out, as it is 1 in every network. Two images or fewer give 0.
-
-    Args:
-        student, teacher: outputs [n, d] and [n, e]; the widths may differ.
     """
     logs = []
-    for outputs in (student, teacher):
-        rows = F.normalize(outputs, dim=1)
-        n = len(rows)
-        others = (rows @ rows.T).flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)  # without the diagonal
+    for similarities in (student, teacher):
+        n = len(similarities)
+        others = similarities.flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)  # without the diagonal
         logs.append(F.log_softmax(others / temperature, dim=1))
     return F.kl_div(logs[0], logs[1], reduction="batchmean", log_target=True)
 
@@ -66,11 +68,7 @@ class TaughtPart(Part):
 
 
 def _read(teacher: str, recorded: str | None, image_shape: tuple[int, ...]) -> Any:
-    channels, height, width = image_shape
-    try:
-        network = frozen_encoder(teacher, (channels, height, width))
-    except UserError as error:
-        raise UserError(f"distillation.teacher: {str(error).removeprefix('model.weights: ')}") from error
+    network = frozen_encoder(teacher, image_shape, "distillation.teacher")
     if recorded not in (None, digest(network.state_dict())):
         raise UserError(
             f"distillation.teacher: {teacher} holds other weights than those recorded in teacher_digest when the run "

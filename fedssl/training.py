@@ -41,7 +41,7 @@ class TrainingOptions(Options):
     """Defaults are Hetero-SSFL's (section 5.1), the weight decay FedU's.
 
     With `local_steps` a client with fewer images goes through them more often, and one with more stops early, in a new
-    random order in each round. So clients of unequal size move about equally far, which EUA's and MGDA's weights read.
+    random order in each round. So clients of unequal size move about equally far, which EUA's weights read.
     FedU2's released code is near to it: a client takes as many whole epochs, at most 10, as fit into the steps that
     `local_epochs` takes on the largest client.
     """
@@ -84,21 +84,14 @@ class TrainingOptions(Options):
     precision: Precision = Field(
         "float32",
         description="in which type networks compute while they train; weights, gradients, losses and evaluation stay "
-        "float32. tf32 and float16 need CUDA. There tf32 forms all products of training in tf32, losses included, and "
-        "with bfloat16 or float16 the contrastive losses of simclr, moco_v3, fedx and global_distillation take rows "
-        "that are rounded to it, and sum in float32",
+        "float32. float16 needs CUDA. On CUDA the contrastive losses of simclr, moco_v3, fedx and global_distillation "
+        "take rows that are rounded to it, and sum in float32",
     )
     deterministic: bool = Field(
         False,
         description="whether a run on a GPU, its evaluation included, takes operations alone that always round alike: "
         "two runs on one model of GPU are then bit-identical, and an operation that cannot do so is an error. Runs on "
         "the CPU are bit-identical without it",
-    )
-    join_views: bool = Field(
-        False,
-        description="whether all views of a batch pass through each network in one call, with about half of a step's "
-        "operations. BatchNorm then normalises by the mean and variance over all views and not of each, so results "
-        "differ. No gain where layers are frozen, whose outputs are then not shared between networks",
     )
 
 
@@ -155,7 +148,6 @@ def train_locally(
     """
     client, objective = local.client, local.objective
     model, device = client.model, client.model.device
-    model.joins_views = options.join_views
     if device.type == "cpu":
         keep_freed_memory()
     step_kind = _kind_of_step(local, options, regularizers)
@@ -181,11 +173,7 @@ def train_locally(
         _require_finite(unchecked, steps, local, dict(zip(names, parts, strict=False)))
 
     batches = itertools.islice(batches, most_steps)
-    with (
-        networks_compute_in(model, options.precision),
-        model.same_parameters(),
-        model.views_at_a_time() as threads,
-    ):
+    with networks_compute_in(model, options.precision), model.views_at_a_time() as threads:
         terms = [regularizer.start_round(local) for regularizer in regularizers]
         batches_in_views = Prefetch(_views(local, device_batches(client.images, batches, device), steps_of_epoch))
         for rows, views in batches_in_views:

@@ -18,7 +18,6 @@ COSTS = "benchmarks/results/method_costs/table.csv"
 SENT = {
     "weighted_mean": "weights",
     "eua": "weights",
-    "mgda": "weights",
     "l_dawa": "weights",
     "trimmed_mean": "weights",
     "representation_mean": "representations of public images",

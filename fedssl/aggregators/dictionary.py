@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 
 from ..client import LocalRound
 from ..data.pixels import normalize
-from ..errors import UserError
 from ..messages import Message
-from ..models.model import Model
 from .base import OWN_IMAGES, PROJECTION, Aggregator, Shape, fault_of_unit_rows
 
 DICTIONARY = "dictionary"
-
-
-def check_projector(part_name: str, model: Model) -> None:
-    """Raise a UserError where the model has no projector."""
-    if "projector" not in model.online:
-        raise UserError(f"{part_name} works on projections, but this objective has no projector: use simclr")
 
 
 class Dictionary(Aggregator):
@@ -38,12 +32,11 @@ class Dictionary(Aggregator):
     with all of them: 4 * 2 B * sum_k n_k bytes for each matrix of similarities, 50 MB at B = 128 and 50,000 images.
     """
 
+    needs_head: ClassVar[str | None] = "projector"
+
     samples: int | None = Field(
         None, ge=1, description="projections that a client sends, one of each image (default: those of all its images)"
     )
-
-    def check_model(self, model: Model) -> None:
-        check_projector(self.name, model)
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
         answered = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith(f"{DICTIONARY}."))

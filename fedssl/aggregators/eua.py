@@ -37,7 +37,7 @@ def least_norm_step(
         gram: <delta_i, delta_j>, float64 [K, K].
         divide_by: g_k is 2 delta_k / |delta_k|^2 for `squared_length`, and delta_k / |delta_k| for `length`.
         length: the step is length * sum_k p_k g_k. By default the new model is a convex combination of the clients'
-            models for `squared_length`, and `length` is the mean of |delta_k| by samples for `length` (see `MGDA`).
+            models for `squared_length`, and `length` is the mean of |delta_k| by samples for `length`.
     """
     moved = moved_clients(gram)
     weights = torch.tensor(samples, dtype=torch.float64)
@@ -65,33 +65,6 @@ def deviation_change_rates(gram: Tensor, step: Tensor) -> Tensor:
     product = gram @ step
     moved = moved_clients(gram)
     return (2 * product - step @ product)[moved] / gram.diagonal()[moved]
-
-
-def take_least_norm_step(
-    server: Message, replies: dict[int, Message], divide_by: UpdateDivisor, length: float | None, label: str
-) -> Message:
-    """Return the model after `least_norm_step`, and metrics whose names begin with `label`."""
-    order, names = sorted(replies), model_entries(server, replies)
-    samples = [replies[k].numbers["samples"] for k in order]
-    statistics = [name for name in names if is_statistic(name, server.tensors[name])]
-    weights = [name for name in names if name not in statistics]
-    old = [server.tensors[name] for name in weights]
-    clients = [[replies[k].tensors[name] for name in weights] for k in order]
-    gram = delta_gram(old, clients).cpu()
-    p, step = least_norm_step(gram, divide_by, samples, length)
-    new = [tensor.clone() for tensor in old]
-    apply_deltas(new, clients, step)
-
-    state = Message(dict(zip(weights, new, strict=True)))
-    state.tensors |= {name: weighted_mean([replies[k].tensors[name] for k in order], samples) for name in statistics}
-    state.metrics = {f"{label}_weight/{k}": float(weight) for k, weight in zip(order, p, strict=True)}
-    state.metrics |= {f"{label}_share/{k}": float(share) for k, share in zip(order, step, strict=True)}
-    state.metrics |= distance_metric(gram)
-    rates = deviation_change_rates(gram, step)
-    if len(rates):
-        state.metrics[f"{label}_rate_min/global"] = float(rates.min())
-        state.metrics[f"{label}_rate_max/global"] = float(rates.max())
-    return state
 
 
 class EUA(WeightedMean):
@@ -122,14 +95,26 @@ class EUA(WeightedMean):
     | | length | 0.07 to 0.12 | 0.02 to 0.18 |
 
     So equal steps (`training.local_steps`) or equal sizes (`partition.name=dirichlet_equal`) help while the lengths are
-    almost equal (within 2 % in round 1, 20 % in round 2), and unit updates after that too. The released code has equal
-    steps, nearly, and unit updates (see `MGDA`, which has the released server step as well).
+    almost equal (within 2 % in round 1, 20 % in round 2), and unit updates after that too.
+
+    With `divide_updates_by: length` g_k is delta_k / |delta_k|: each client counts by its direction alone. This is what
+    the released code of FedU2 does under the name EUA, with nearly equal steps for all clients: MGDA (Désidéri 2012)
+    over the clients, as in FedMGDA+ (Hu et al. 2022). It takes an SGD step of a fixed rate for 2 g_k, 0.1 by default
+    and 8 in its main.py, whatever the updates' lengths: `step_size` and `phi` both 0.2, or both 16. Such a rate fits
+    one model, one optimiser and one number of steps. Without `step_size` every update is brought to the mean of
+    |delta_k|, weighted by samples, before p combines them. Where all clients move in one direction, the step then is
+    FedAvg's; it is shorter by as much as p makes the directions cancel, and 0 where no step improves all. On a small
+    CIFAR-10 (ten clients of 157 to 2,714 images) it is 0.99 of FedAvg's step; with the length at which the new model is
+    a convex combination of the clients' models it was 0.64. At any length the three clients with the fewest images have
+    58 % of the shares' sum there, as their unit updates are the shortest. The code's solver starts at the weights by
+    samples and stops after 20 iterations.
 
     Deviations from the paper: Eq. 12 clips its linear solve and does not reach the optimum of Eq. 10. Here p is solved
     exactly (`fedkernels.client_weights`), so there is no penalty rho = 1. Integers and running statistics have no
     meaningful deviation and are averaged by samples. A client that did not move (see RELATIVE_DEVIATION_TOLERANCE) has
     no grad log u_k and gets weight 0. Where none moved, the model stays as it is. Logs by client `eua_weight`, p_k, and
     `eua_share`, the w_k of theta_g - sum_k w_k delta_k: only the shares tell how much of the new model is a client's.
+    With unit updates their sum is not 1.
     Also logs the smallest and the largest c_k of Eq. 7 after the step, over the clients that moved: `eua_rate_min` and
     `eua_rate_max`, negative where the global model moved away from a client.
     """
@@ -143,10 +128,29 @@ class EUA(WeightedMean):
         None,
         gt=0,
         description="eta (default: the new model is a convex combination of the clients' models; with "
-        "divide_updates_by length the step is that of mgda)",
+        "divide_updates_by length the updates' mean length by samples)",
     )
     phi: float = Field(0.1, gt=0, description="divides the step; used only with step_size")
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
+        order, names = sorted(replies), model_entries(server, replies)
+        samples = [replies[k].numbers["samples"] for k in order]
+        statistics = [name for name in names if is_statistic(name, server.tensors[name])]
+        weights = [name for name in names if name not in statistics]
+        old = [server.tensors[name] for name in weights]
+        clients = [[replies[k].tensors[name] for name in weights] for k in order]
+        gram = delta_gram(old, clients).cpu()
         length = None if self.step_size is None else self.step_size**2 / self.phi
-        return take_least_norm_step(server, replies, self.divide_updates_by, length, "eua")
+        p, step = least_norm_step(gram, self.divide_updates_by, samples, length)
+        new = [tensor.clone() for tensor in old]
+        apply_deltas(new, clients, step)
+
+        state = Message(dict(zip(weights, new, strict=True)))
+        for name in statistics:
+            state.tensors[name] = weighted_mean([replies[k].tensors[name] for k in order], samples)
+        state.metrics = {f"eua_weight/{k}": float(weight) for k, weight in zip(order, p, strict=True)}
+        state.metrics |= {f"eua_share/{k}": float(share) for k, share in zip(order, step, strict=True)}
+        state.metrics |= distance_metric(gram)
+        if len(rates := deviation_change_rates(gram, step)):
+            state.metrics |= {"eua_rate_min/global": float(rates.min()), "eua_rate_max/global": float(rates.max())}
+        return state

@@ -33,8 +33,8 @@ class OrchestraClusters(Aggregator):
 
     As in the authors' released code the clients' target networks are averaged by samples: they travel with the weights,
     which almost doubles the bytes, and a client begins each round with the mean. (The code calls this its stateless
-    client: only the memory of projections is its own.) With `average_target: false` a target network stays with its
-    client. That is the code's stateful client, and what FedU2's released code does in its comparison with Orchestra.
+    client: only the memory of projections is its own. With its stateful one, which FedU2's released code has in its
+    comparison with Orchestra, a target network stays with its client.)
 
     A client sends the local centroids of its memory after training, [local_clusters, d]. The server sends the global
     centroids, [clusters, d]. The opening round makes the first ones: clients receive the first global weights, fill
@@ -54,11 +54,6 @@ class OrchestraClusters(Aggregator):
     local_clusters: int = Field(16, ge=2, description="centroids that a client sends")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities in the server's clustering")
     steps: int = Field(500, ge=1, description="SGD steps of the server's clustering")
-    average_target: bool = Field(
-        True,
-        description="whether target networks travel and are averaged, as in the released code; otherwise each stays "
-        "with its client",
-    )
 
     def check_model(self, model: Model) -> None:
         if not isinstance(model, OrchestraModel):
@@ -103,10 +98,8 @@ class OrchestraClusters(Aggregator):
         points = torch.cat([replies[k].tensors[LOCAL] for k in sorted(replies)])
         centroids = cluster_globally(points, server.tensors[GLOBAL], self.temperature, self.steps)
         used = len((points @ centroids.T).argmax(dim=1).unique())
-        state = Message({GLOBAL: centroids}, metrics={"clusters_used/global": used})
-        if self.average_target:
-            state.tensors |= self._next_target(server, replies)
-        return state
+        tensors = {GLOBAL: centroids} | self._next_target(server, replies)
+        return Message(tensors, metrics={"clusters_used/global": used})
 
     def _next_target(self, server: Message, replies: dict[int, Message]) -> dict[str, Tensor]:
         """Return the mean of the clients' target networks; after the opening round a copy of the online one."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..client import LocalRound
 from ..data.pixels import normalize
 from ..errors import UserError
 from ..evaluation.metrics import effective_rank
 from ..messages import Message
-from ..models.model import Layer, untouched_running_statistics
+from ..models.model import Layer
 from ..models.weights import frozen_encoder
 from .base import PUBLIC_IMAGES, Aggregator, Capped, Shape
 
@@ -33,6 +34,7 @@ RELATIVE_RANK_TOLERANCE = 1e-6
 RELATIVE_FACTOR_TOLERANCE = 1e-7
 # The median distance of so many images, 2 million pairs, is near to that of all.
 MOST_ROWS_OF_MEDIAN = 2000
+_BATCH = 500  # public images a forward pass
 # No known encoder has as many features.
 MOST_FEATURES = 2**13
 
@@ -56,9 +58,9 @@ def median_distance(representation: Tensor) -> Tensor:
     return torch.pdist(representation[:MOST_ROWS_OF_MEDIAN]).median()
 
 
-def gaussian_kernel(representation: Tensor, bandwidth: float) -> Tensor:
-    """Return exp(-|a_i - a_j|^2 / (2 s^2)), [L, L] from A [L, d]; s is `bandwidth` times the median of |a_i - a_j|."""
-    a = representation / (bandwidth * median_distance(representation)).clamp_min(1e-30)
+def gaussian_kernel(representation: Tensor) -> Tensor:
+    """Return exp(-|a_i - a_j|^2 / (2 s^2)), [L, L] from A [L, d]; s is the median of |a_i - a_j|."""
+    a = representation / median_distance(representation).clamp_min(1e-30)
     products, squares = a @ a.T, a.square().sum(dim=1)
     return (products - (squares + squares[:, None]) / 2).clamp_max(0).exp()
 
@@ -127,9 +129,7 @@ class RepresentationMean(Aggregator):
     its own kernel and has the other's.
 
     A_j is computed at the end of client j's round, in evaluation mode, from the public images without augmentation.
-    (Algorithm 1 computes it at the start of the next round, with the same weights.) With `statistics: batch` BatchNorm
-    takes the statistics of each batch instead, as the term in `cka_alignment` does; docs/methods/hetero_ssfl.md has the
-    figures.
+    (Algorithm 1 computes it at the start of the next round, with the same weights.)
 
     The targets other than `peers` are controls, whose results were not learned from the peers: `self` is the client's
     own kernel of its previous round, and `untrained` is K-bar of the untrained networks, which never changes. `oracle`
@@ -146,10 +146,9 @@ class RepresentationMean(Aggregator):
     kernel. (Clients of weight 0 do not count.) By default every round's answers are in the next K-bar. Then a client
     that is alone to answer, or one of two in the opening round, has its kernel computed from the difference.
 
-    With kernel `frobenius` each K_j is divided by its norm, so that a client with large representations does not
-    dominate the others; `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is
-    exp(-|a_i - a_j|^2 / (2 s^2)) with s = `bandwidth` times the median distance (the RBF kernel of Kornblith et al.
-    2019, section 3), which is sent as an L x L matrix; the term takes the median of its batch.
+    Kernel `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is exp(-|a_i - a_j|^2 / (2 s^2)) with
+    s the median distance (the RBF kernel of Kornblith et al. 2019, section 3), which is sent as an L x L matrix; the
+    term takes the median of its batch.
 
     With `views` n, the A_j that a client sends are the means over n random views of each public image, drawn by the
     recipe's augmentation, and not those of the images themselves. With `components` k, clients get the k directions
@@ -183,11 +182,8 @@ class RepresentationMean(Aggregator):
     centered: bool = Field(
         False, description="whether columns are centred (Kornblith et al. 2019), unlike in the paper's Eq. 1"
     )
-    kernel: Literal["linear", "frobenius", "half_whitened", "gaussian"] = Field(
+    kernel: Literal["linear", "half_whitened", "gaussian"] = Field(
         "linear", description="how a kernel is made of representations; the paper has linear"
-    )
-    bandwidth: float = Field(
-        1.0, gt=0, description="standard deviation of kernel gaussian, as a multiple of the median distance"
     )
     views: int = Field(
         0,
@@ -204,15 +200,6 @@ class RepresentationMean(Aggregator):
     weights: list[float] | None = Field(
         None, description="the clients' weights w_j in K-bar (default: uniform, as in section 5.1)"
     )
-    send: Literal["auto", "factor", "kernel"] = Field(
-        "auto", description="form in which K-bar is sent; auto is the one with fewer bytes"
-    )
-    statistics: Literal["running", "batch"] = Field(
-        "running", description="what BatchNorm normalises the public images by: running statistics, or their batch's"
-    )
-    batch_size: int = Field(
-        500, ge=2, description="public images a forward pass; with running statistics it does not change the result"
-    )
 
     def check(self, clients: int) -> None:
         if (self.target == "oracle") != (self.oracle is not None):
@@ -220,14 +207,8 @@ class RepresentationMean(Aggregator):
                 f"representation_mean has target {self.target} and oracle {self.oracle}: target oracle, and no other, "
                 "needs the folder of an exported encoder as oracle"
             )
-        for option, given in (("send: factor", self.send == "factor"), ("components", self.components is not None)):
-            if self.kernel == "gaussian" and given:
-                raise UserError(f"representation_mean has {option}, but kernel gaussian has no factor: leave it out")
-        if self.renew_every > 1 and self.target in ("untrained", "oracle"):
-            raise UserError(
-                f"representation_mean.renew_every is {self.renew_every}, but kernels of target {self.target} are never "
-                "renewed: leave renew_every out"
-            )
+        if self.kernel == "gaussian" and self.components is not None:
+            raise UserError("representation_mean has components, but kernel gaussian has no factor: leave it out")
         if self.fewest_clients > clients:
             raise UserError(
                 f"representation_mean.fewest_clients is {self.fewest_clients}, but there are only {clients} clients: "
@@ -267,18 +248,18 @@ class RepresentationMean(Aggregator):
             "alignment.centered": self.centered,
         }
         if self.kernel == "gaussian":
-            config["alignment.bandwidth"] = self.bandwidth
+            config["alignment.gaussian"] = True
         if not any(weights):  # there is no usable answer to align to yet
             pass
         elif self.kernel == "gaussian":
-            kernels = [w * gaussian_kernel(a, self.bandwidth) for a, w in zip(factors, weights, strict=True)]
+            kernels = [w * gaussian_kernel(a) for a, w in zip(factors, weights, strict=True)]
             tensors[KERNEL] = sum(kernels[1:], kernels[0])
         else:
             if self.components is None:
                 factor = join_factors(factors, weights)
             else:
                 factor = shared_directions(factors, weights, self.components)
-            if self.send == "factor" or (self.send == "auto" and factor.shape[1] < factor.shape[0]):
+            if factor.shape[1] < factor.shape[0]:
                 tensors[FACTOR] = factor if self.target == "self" else canonical_factor(factor)
             else:
                 tensors[KERNEL] = factor @ factor.T
@@ -286,52 +267,33 @@ class RepresentationMean(Aggregator):
 
     @torch.no_grad()
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
-        client, model = local.client, local.client.model
-        model.train(self.statistics == "batch")
-
-        def represent(images: Tensor) -> Tensor:
-            return model.represent(images, self.layer)
-
-        with untouched_running_statistics(model):
-            a = self._represented(local, represent, views=0)
-            local.log("public_effective_rank", effective_rank(a))
-            factor, whitening = self._factor(a)
-            if whitening is not None:  # the term of the next round whitens its mini-batches by the same matrix
-                client.memory.tensors[WHITENING] = whitening
-            if not local.received.config.get(ASKED, True):
-                return Message()
-            if self.oracle is not None:
-                factor, _ = self._factor(self._represented(local, self._oracle_of(local), self.views))
-            elif self.views:
-                factor, _ = self._factor(self._represented(local, represent, self.views))
+        client, model = local.client, local.client.model.eval()
+        represent = partial(model.represent, layer=self.layer)
+        a = self._represented(local, represent, views=0)
+        local.log("public_effective_rank", effective_rank(a))
+        factor, whitening = self._factor(a)
+        if whitening is not None:  # the term of the next round whitens its mini-batches by the same matrix
+            client.memory.tensors[WHITENING] = whitening
+        if not local.received.config.get(ASKED, True):
+            return Message()
+        if self.oracle is not None:
+            shape = client.images.shape[1:]
+            oracle = frozen_encoder(self.oracle, shape, "representation_mean.oracle").to(model.device)
+            factor, _ = self._factor(self._represented(local, oracle, self.views))
+        elif self.views:
+            factor, _ = self._factor(self._represented(local, represent, self.views))
         return Message({f"representation.{client.index}": factor})
 
     def _represented(self, local: LocalRound, represent: Callable[[Tensor], Tensor], views: int) -> Tensor:
         """Return the public images' representations [L, d] on the CPU, the means over so many views (0: no views)."""
         public, device = local.client.public_images, local.client.model.device
         assert public is not None
-        rows = torch.arange(len(public))
-        # with batch statistics batches of nearly equal sizes: a single image left over has none
-        count = -(-len(public) // self.batch_size)
-        batches = rows.tensor_split(count) if self.statistics == "batch" else rows.split(self.batch_size)
         means = []
-        for batch in batches:
-            if views:
-                pairs = [local.views(public[batch], batch, "representation", pair) for pair in range(views // 2)]
-                means.append(torch.stack([represent(view) for pair in pairs for view in pair]).mean(dim=0).cpu())
-            else:
-                means.append(represent(normalize(public[batch].to(device))).cpu())
+        for batch in torch.arange(len(public)).split(_BATCH):
+            drawn = [local.views(public[batch], batch, "representation", pair) for pair in range(views // 2)]
+            images = [view for pair in drawn for view in pair] or [normalize(public[batch].to(device))]
+            means.append(torch.stack([represent(one) for one in images]).mean(dim=0).cpu())
         return torch.cat(means)
-
-    def _oracle_of(self, local: LocalRound) -> nn.Module:
-        """Return the oracle's encoder."""
-        assert self.oracle is not None
-        assert local.client.public_images is not None
-        channels, height, width = local.client.public_images.shape[1:]
-        try:
-            return frozen_encoder(self.oracle, (channels, height, width)).to(local.client.model.device)
-        except UserError as error:
-            raise UserError(f"representation_mean.oracle: {error}") from error
 
     def _factor(self, a: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the factor of the kernel that representations [L, d] make, and its whitening matrix if it has one."""
@@ -340,8 +302,6 @@ class RepresentationMean(Aggregator):
         if self.kernel == "half_whitened":
             whitening = whitening_matrix(a)
             return a @ whitening, whitening
-        if self.kernel == "frobenius":
-            a = a / (a.to(torch.float64).T @ a.to(torch.float64)).norm().sqrt().clamp_min(1e-30).to(a.dtype)
         return a, None
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
@@ -351,13 +311,10 @@ class RepresentationMean(Aggregator):
 
     def fault(self, client: int, reply: Message) -> str | None:
         name = f"representation.{client}"
-        if (a := reply.tensors.get(name)) is None:
+        a = reply.tensors.get(name)
+        if self.kernel != "gaussian" or a is None or len(a) < 2 or float(median_distance(a)) > 0:
             return None
-        if self.kernel == "gaussian" and len(a) > 1 and not float(median_distance(a)) > 0:
-            return f"{name} has the same row for most public images (median distance 0), so it has no gaussian kernel"
-        if self.kernel == "frobenius" and (norm := _kernel_norm(a)) > 1.1:
-            return f"{name} has a kernel of norm {norm:.3g}, expected 1"
-        return None
+        return f"{name} has the same row for most public images (median distance 0), so it has no gaussian kernel"
 
     def limited(self, replies: dict[int, Message], capped: Capped) -> tuple[dict[int, Message], dict[int, str]]:
         names = {k: f"representation.{k}" for k in replies}

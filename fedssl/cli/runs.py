@@ -317,14 +317,13 @@ def export(
         bool, Option("--global", help="Export the global model; the default where the run has one.")
     ] = False,
     onnx: Annotated[bool, Option("--onnx", help="Also write encoder.onnx.")] = False,
-    torchscript: Annotated[bool, Option("--torchscript", help="Also write encoder.torchscript.pt, traced.")] = False,
     torch_export: Annotated[bool, Option("--export", help="Also write encoder.pt2, by torch.export.")] = False,
     trust: Trust = False,
 ) -> None:
     """Export a run's encoder as a folder that timm, or a load.py with torch and timm alone, loads."""
     from ..export.compiled_formats import FILES
 
-    wanted = {"onnx": onnx, "torchscript": torchscript, "torch-export": torch_export}
+    wanted = {"onnx": onnx, "torch-export": torch_export}
     _export(run, output, client, shared, [name for name in FILES if wanted[name]], trust)
     print_next("embed", output, _images_of(run), "--output", "features.npz")
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from ..federation import Federation, build_federation
 from ..messages import Message
-from ..recipe.recipe import Place, Recipe
+from ..recipe.recipe import Recipe
 from ..run_folder.creation import new_run, refuse_existing
 from ..run_folder.directory import RunDirectory
-from . import workers
 from .continuing import continue_run
 from .observers import Observer
 from .rounds import Clients, ClientTrainer, first_files, run_rounds
-from .workers import ClientWorker, Task, started_workers
+from .workers import ClientWorker, Task, pack, started_workers
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
@@ -54,44 +53,16 @@ def _run(federation: Federation, directory: RunDirectory, observer: Observer) ->
 _Measured = tuple[dict[str, float], Tensor]
 
 
-class ClientStates:
-    """The clients' states, in the run's folder; with place "memory" also in memory, which spares reading the files."""
-
-    def __init__(self, directory: RunDirectory, place: Place):
-        self._directory = directory
-        self._kept: dict[int, Message] | None = {} if place == "memory" else None
-
-    def load(self, index: int) -> Message:
-        """Return a client's last state, which the caller may change; empty if it has not taken part yet."""
-        if self._kept is None:
-            return self._directory.client_state(index)
-        if index not in self._kept:  # the run was resumed
-            self._kept[index] = self._directory.client_state(index)
-        return self._kept[index].copy()
-
-    def store(self, index: int, round_number: int, state: Message) -> None:
-        self._directory.write_client(index, round_number, state)
-        if self._kept is not None:
-            self._kept[index] = state.copy()
-
-    def discard(self, index: int) -> None:
-        """Undo `store` in this round, so that the client's state is again the committed one."""
-        self._directory.discard_client(index)
-        if self._kept is not None:
-            self._kept.pop(index, None)
-
-
 class LocalClients(Clients):
     """Clients in this process, one after another."""
 
     def __init__(self, federation: Federation, directory: RunDirectory, observer: Observer):
-        self._federation, self._observer = federation, observer
-        self._states = ClientStates(directory, federation.recipe.client_states)
+        self._federation, self._directory, self._observer = federation, directory, observer
         self._trainer = ClientTrainer(federation)
         self._measured: dict[int, _Measured] = {}  # between rounds; of clients that have not trained since
 
     def discard(self, index: int) -> None:
-        self._states.discard(index)
+        self._directory.discard_client(index)
 
     def images(self) -> dict[int, int]:
         return {k: len(rows) for k, rows in enumerate(self._federation.client_rows)}
@@ -100,8 +71,8 @@ class LocalClients(Clients):
         replies = {}
         for position, k in enumerate(sent):
             self._observer.client_began(number, k, position, len(sent))
-            replies[k], state = self._trainer.train(k, self._states.load(k), sent[k], number)
-            self._states.store(k, number, state)
+            replies[k], state = self._trainer.train(k, self._directory.client_state(k), sent[k], number)
+            self._directory.write_client(k, number, state)
             self._measured.pop(k, None)
         return replies, {}
 
@@ -109,7 +80,7 @@ class LocalClients(Clients):
         known = self._known(number)
         for k in range(len(self._federation.client_rows)):
             if k not in known:
-                known[k] = self._trainer.evaluate(k, self._states.load(k), number)
+                known[k] = self._trainer.evaluate(k, self._directory.client_state(k), number)
             yield k, *known[k]
 
     def _known(self, number: int) -> dict[int, _Measured]:
@@ -133,12 +104,12 @@ class ParallelClients(LocalClients):
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         def training(k: int) -> Task:
             self._observer.client_began(number, k, len(replies), len(sent))
-            return Task(k, number, workers.pack(self._states.load(k)), workers.pack(sent[k]))
+            return Task(k, number, pack(self._directory.client_state(k)), pack(sent[k]))
 
         replies: dict[int, Message] = {}
         for k, (reply, state) in self._results(sent, training):
-            replies[k] = workers.unpack(reply)
-            self._states.store(k, number, workers.unpack(state))
+            replies[k] = reply
+            self._directory.write_client(k, number, state)
             self._measured.pop(k, None)
         return {k: replies[k] for k in sent}, {}
 
@@ -146,10 +117,7 @@ class ParallelClients(LocalClients):
         clients = range(len(self._federation.client_rows))
         known = self._known(number)
         unknown = [k for k in clients if k not in known]
-        for k, (measures, spectrum) in self._results(
-            unknown, lambda k: Task(k, number, workers.pack(self._states.load(k)))
-        ):
-            known[k] = measures, workers.unpack_tensor(spectrum)
+        known |= self._results(unknown, lambda k: Task(k, number, pack(self._directory.client_state(k))))
         for k in clients:
             yield k, *known[k]
 

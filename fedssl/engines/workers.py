@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import multiprocessing
 import os
 import signal
@@ -14,73 +15,41 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import yaml
-from torch import Tensor
 
 from ..data.datasets import Dataset
 from ..errors import UserError
 from ..federation import Federation, build_federation
-from ..messages import Message
 from ..recipe.reading import parse_recipe
 from .rounds import ClientTrainer
 
 
-class PackedTensor(NamedTuple):
-    """A tensor's entries in the order in which they lie in memory, and what makes them a tensor again."""
+class Task(NamedTuple):
+    """A client's part in a round or, without a message, the evaluation of its own model after the round.
 
-    data: bytes
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    State and message are packed.
+    """
+
+    client: int
+    round: int
+    state: bytes
+    received: bytes | None = None
 
 
-class PackedMessage(NamedTuple):
-    """A message whose tensors are bytes.
+def pack(content: Any) -> bytes:
+    """Return messages and tensors as bytes, of which `unpack` makes equal ones on the CPU.
 
     Names keep their order and tensors their strides, as sums and matrix products over others may round differently. A
     pipe would send each tensor through shared memory, which takes a file descriptor.
     """
-
-    tensors: dict[str, PackedTensor]
-    rest: Message
-
-
-class Task(NamedTuple):
-    """A client's part in a round or, without a message, the evaluation of its own model after the round."""
-
-    client: int
-    round: int
-    state: PackedMessage
-    received: PackedMessage | None = None
+    packed = io.BytesIO()
+    torch.save(content, packed)
+    return packed.getvalue()
 
 
-def pack(message: Message) -> PackedMessage:
-    """Return a message as bytes; `unpack` makes an equal one of it on the CPU, in new memory."""
-    tensors = {name: pack_tensor(tensor) for name, tensor in message.tensors.items()}
-    return PackedMessage(tensors, dataclasses.replace(message, tensors={}))
-
-
-def unpack(packed: PackedMessage) -> Message:
-    tensors = {name: unpack_tensor(tensor) for name, tensor in packed.tensors.items()}
-    return dataclasses.replace(packed.rest, tensors=tensors)
-
-
-def pack_tensor(tensor: Tensor) -> PackedTensor:
-    """Return a tensor as bytes; `unpack_tensor` makes an equal one of it on the CPU, in new memory."""
-    tensor = tensor.detach().cpu()
-    if torch.empty_like(tensor).stride() != tensor.stride():  # its entries overlap or have gaps between them
-        tensor = tensor.contiguous()
-    data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
-    return PackedTensor(data, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-
-
-def unpack_tensor(packed: PackedTensor) -> Tensor:
-    # In torch's own memory, which is aligned: a matrix product can round differently on memory that is not.
-    entries = torch.empty(len(packed.data) // packed.dtype.itemsize, dtype=packed.dtype)
-    entries.view(torch.uint8).numpy()[:] = np.frombuffer(packed.data, np.uint8)
-    return entries.as_strided(packed.shape, packed.strides)
+def unpack(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
 
 
 @contextmanager
@@ -140,7 +109,7 @@ class ClientWorker:
             raise self.lost(client) from error
         if kind == "bug":
             return None, RuntimeError(f"client {client}: {content}")
-        return (None, content) if kind == "error" else (content, None)
+        return (None, content) if kind == "error" else (unpack(content), None)
 
     def lost(self, client: int) -> UserError:
         """Return the error of a worker process that ended while it worked on a client."""
@@ -210,10 +179,8 @@ def _federation(recipe_text: str, dataset: Dataset, downstream: dict[str, Datase
     return dataclasses.replace(federation, downstream=downstream)
 
 
-def _result(trainer: ClientTrainer, task: Task) -> Any:
-    """Return (answer, next state) of a client's part in a round, or (measures, spectrum) of an evaluation."""
+def _result(trainer: ClientTrainer, task: Task) -> bytes:
+    """Return (answer, next state) of a client's part in a round, or (measures, spectrum) of an evaluation, packed."""
     if task.received is None:
-        measures, spectrum = trainer.evaluate(task.client, unpack(task.state), task.round)
-        return measures, pack_tensor(spectrum)
-    reply, state = trainer.train(task.client, unpack(task.state), unpack(task.received), task.round)
-    return pack(reply), pack(state)
+        return pack(trainer.evaluate(task.client, unpack(task.state), task.round))
+    return pack(trainer.train(task.client, unpack(task.state), unpack(task.received), task.round))

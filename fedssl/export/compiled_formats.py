@@ -1,6 +1,6 @@
-"""An encoder as one file that needs neither fedssl nor timm: ONNX, TorchScript, or torch.export.
+"""An encoder as one file that needs neither fedssl nor timm: ONNX or torch.export.
 
-All three take pixels between 0 and 1, float32 [n, C, H, W], for any n, normalise them, and return float32 [n, d].
+Both take pixels between 0 and 1, float32 [n, C, H, W], for any n, normalise them, and return float32 [n, d].
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from ..errors import UserError, install_command
 from ..run_folder.storage import write_atomically
 from .trained_encoder import TrainedEncoder
 
-FormatName = Literal["onnx", "torchscript", "torch-export"]
-FILES: dict[FormatName, str] = {
-    "onnx": "encoder.onnx",
-    "torchscript": "encoder.torchscript.pt",
-    "torch-export": "encoder.pt2",
-}
+FormatName = Literal["onnx", "torch-export"]
+FILES: dict[FormatName, str] = {"onnx": "encoder.onnx", "torch-export": "encoder.pt2"}
 #: of pixels between 0 and 1, in every channel; the same as `data.pixels.normalize` on uint8
 MEAN, STD = 0.5, 0.25
 #: the largest difference from the encoder that a written file may have, relative to the largest feature
@@ -50,7 +46,7 @@ def write_format(name: FormatName, encoder: TrainedEncoder, folder: Path) -> Non
     network = WithNormalization(encoder.network).eval()
     path = folder / FILES[name]
     pixels = torch.rand(3, *encoder.image_shape, generator=torch.Generator().manual_seed(0))
-    write = {"onnx": _write_onnx, "torchscript": _write_torchscript, "torch-export": _write_torch_export}[name]
+    write = _write_onnx if name == "onnx" else _write_torch_export
     try:
         with torch.no_grad(), _quiet():
             outputs = write(network, pixels, path)
@@ -89,13 +85,6 @@ def _write_onnx(network: WithNormalization, pixels: Tensor, path: Path) -> Tenso
         return None
     session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(["features"], {"pixels": pixels.numpy()})[0])
-
-
-def _write_torchscript(network: WithNormalization, pixels: Tensor, path: Path) -> Tensor:
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.trace(network, (pixels[:2],)), file)
-    write_atomically(path, file.getvalue())
-    return torch.jit.load(str(path))(pixels)
 
 
 def _write_torch_export(network: WithNormalization, pixels: Tensor, path: Path) -> Tensor:

@@ -4,7 +4,7 @@
     config.json         the network and its input, in the format of timm's models on the Hugging Face hub
     load.py             builds the network and loads the weights, with torch and timm alone
     README.md           a model card
-    encoder.onnx, encoder.torchscript.pt, encoder.pt2    on request, see compiled_formats.py
+    encoder.onnx, encoder.pt2    on request, see compiled_formats.py
 
 The folder holds no images, no paths of the run's data and no class names.
 """

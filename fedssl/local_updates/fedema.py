@@ -8,9 +8,8 @@ import torch
 from pydantic import Field
 
 from ..client import LocalRound
-from ..models.model import Model
 from .base import AfterTraining, LocalUpdate
-from .fedu import divergence, encoder_weights, require_predictor
+from .fedu import divergence, encoder_weights
 from .replace import Replace
 
 DIVERGENCE = "fedema.divergence"
@@ -38,11 +37,9 @@ class FedEMA(LocalUpdate):
     """
 
     whole_models: ClassVar[bool] = True
+    needs_head: ClassVar[str | None] = "predictor"
 
     tau: float = Field(0.7, gt=0, le=1, description="share of the client's own weights in its first mixture")
-
-    def check_model(self, model: Model) -> None:
-        require_predictor(self, model)
 
     def receive(self, local: LocalRound) -> AfterTraining:
         model, numbers = local.client.model, local.client.memory.numbers

@@ -9,7 +9,6 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..errors import UserError
 from ..models.model import Model
 from .base import AfterTraining, LocalUpdate
 from .replace import Replace
@@ -28,12 +27,6 @@ def divergence(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     return sum(distances) / len(distances)
 
 
-def require_predictor(part: LocalUpdate, model: Model) -> None:
-    """Raise a UserError where the model has no predictor."""
-    if "predictor" not in model.online:
-        raise UserError(f"{part.name} updates the predictor, but this objective has none: use byol or simsiam")
-
-
 class FedU(LocalUpdate):
     """Divergence-aware predictor update (Zhuang et al. 2021, Collaborative Unsupervised Visual Representation Learning
     from Decentralized Data, section 3.2).
@@ -50,11 +43,9 @@ class FedU(LocalUpdate):
     """
 
     whole_models: ClassVar[bool] = True
+    needs_head: ClassVar[str | None] = "predictor"
 
     threshold: float = Field(0.4, gt=0, description="mu; from this divergence on a client keeps its own predictor")
-
-    def check_model(self, model: Model) -> None:
-        require_predictor(self, model)
 
     def receive(self, local: LocalRound) -> AfterTraining:
         model, numbers = local.client.model, local.client.memory.numbers

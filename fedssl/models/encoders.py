@@ -137,9 +137,6 @@ def build_encoder(
         UserError: the name is unknown (with the closest known ones), or the model cannot take such images or would
             leave out some of their pixels.
     """
-    for name, value in (("in_channels", in_channels), ("image_size", image_size)):
-        if value < 1:
-            raise UserError(f"{name}: expected at least 1, got {value}")
     if architecture in _CONVNETS:
         return SmallConvNet(in_channels, image_size, _CONVNETS[architecture])
     name, arguments = timm_arguments(architecture, in_channels, image_size)

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UserError
-from .view_threads import Run, ViewThreads, view_threads
+from .view_threads import ViewThreads, view_threads
 
 Layer = Literal["encoder", "predictor"]
 #: the online module that a supervised objective trains on the labels; evaluation measures its accuracy
@@ -46,13 +45,10 @@ class Model(nn.Module):
         self.online = nn.ModuleDict(online)
         self.target = nn.ModuleDict({name: copy.deepcopy(online[name]) for name in target_parts})
         self.target.requires_grad_(False)
-        #: whether all views of a batch pass through a network in one call; training.join_views
-        self.joins_views = False
         #: in which contrastive losses take their rows, if not as they are; training.precision
         self.rows_dtype: torch.dtype | None = None
         #: by which two views pass through a network at a time, while the model trains
         self.view_threads: ViewThreads | None = None
-        self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # within `same_parameters`
 
     @property
     def encoder(self) -> nn.Module:
@@ -78,8 +74,7 @@ class Model(nn.Module):
 
         Views are normalised, float32 [n, C, H, W]; outputs, such as representations and projections, are [n, d] each.
         """
-        outputs = self._passes(self.online, self._batches(views), _outputs)
-        return tuple(_by_view(list(network_outputs), views) for network_outputs in zip(*outputs, strict=True))
+        return tuple(zip(*self._passes(self.online, views), strict=True))
 
     def unit_rows(self, outputs: Tensor) -> Tensor:
         """Return outputs [n, d] as rows of length 1, in the dtype that contrastive losses take in this training."""
@@ -94,37 +89,21 @@ class Model(nn.Module):
     def target_of_views(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return `target_project` of each view."""
         with torch.no_grad():
-            outputs = self._passes(self.target, self._batches(views), _outputs)
-        return _by_view([output[-1] for output in outputs], views)
+            return tuple(outputs[-1] for outputs in self._passes(self.target, views))
 
     @contextmanager
     def views_at_a_time(self) -> Iterator[ViewThreads | None]:
         """Let two views pass through a network at the same time in the body if possible (view_threads.py)."""
-        if self.joins_views:
-            yield None
-            return
         with view_threads(self.online, self.target) as self.view_threads:
             try:
                 yield self.view_threads
             finally:
                 self.view_threads = None
 
-    @contextmanager
-    def same_parameters(self) -> Iterator[None]:
-        """Look up once which parameters train; they must not change in the body."""
-        self._pairs = self._trained_pairs()
-        try:
-            yield
-        finally:
-            self._pairs = None
-
-    def _passes(self, chain: nn.ModuleDict, batches: list[Tensor], run: Run) -> list[tuple[Tensor, ...]]:
-        if self.view_threads is not None and len(batches) == 2 and not any(batch.requires_grad for batch in batches):
-            return self.view_threads.passes(chain, batches, run)
-        return [run(chain, batch) for batch in batches]
-
-    def _batches(self, views: tuple[Tensor, ...]) -> list[Tensor]:
-        return [torch.cat(views)] if self.joins_views and len(views) > 1 else list(views)
+    def _passes(self, chain: nn.ModuleDict, views: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        if self.view_threads is not None and len(views) == 2 and not any(view.requires_grad for view in views):
+            return self.view_threads.passes(chain, views, _outputs)
+        return [_outputs(chain, view) for view in views]
 
     def reset_target(self) -> None:
         """Make the target network an exact copy of the online one."""
@@ -138,19 +117,14 @@ class Model(nn.Module):
         Buffers do not change, as the target's BatchNorm keeps the statistics of its own forward passes, nor do
         parameters whose online counterparts do not train.
         """
-        old, new = self._trained_pairs() if self._pairs is None else self._pairs
-        if old:
-            torch._foreach_lerp_(old, new, 1.0 - momentum)
-
-    def _trained_pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the target network's parameters whose online counterparts train, and these counterparts."""
         pairs = [
             (old, new)
             for name, module in self.target.items()
             for old, new in zip(module.parameters(), self.online[name].parameters(), strict=True)
             if new.requires_grad
         ]
-        return [old for old, _ in pairs], [new for _, new in pairs]
+        if pairs:
+            torch._foreach_lerp_([old for old, _ in pairs], [new for _, new in pairs], 1.0 - momentum)
 
 
 def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:
@@ -159,11 +133,6 @@ def _outputs(chain: nn.ModuleDict, images: Tensor) -> tuple[Tensor, ...]:
     for network in chain.values():
         outputs.append(network(outputs[-1]))
     return tuple(outputs[1:])
-
-
-def _by_view(batches: list[Tensor], views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return one output a view, also if the views passed through a network as one batch."""
-    return tuple(batches) if len(batches) == len(views) else batches[0].split([len(view) for view in views])
 
 
 @contextmanager
@@ -182,18 +151,6 @@ def untouched_running_statistics(network: nn.Module) -> Iterator[None]:
             module.track_running_stats = True  # type: ignore[assignment]
 
 
-@contextmanager
-def running_statistics(network: nn.Module) -> Iterator[None]:
-    """Put the network into evaluation mode in the body: it uses its running statistics and changes none."""
-    training = [module for module in network.modules() if module.training]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def mlp_head(
     in_features: int,
     hidden_features: int,
@@ -208,14 +165,7 @@ def mlp_head(
     projector and predictor and SimSiam's predictor; with three and `last_batch_norm` it is SimSiam's projector. The
     last BatchNorm has no weight and bias, as in the released code of SimSiam and MoCo v3. Initialised from torch's
     global random generator.
-
-    Raises:
-        UserError: a dimension or the number of layers is below 1.
     """
-    sizes = {"in_features": in_features, "hidden_features": hidden_features, "out_features": out_features}
-    for name, value in {**sizes, "layers": layers}.items():
-        if value < 1:
-            raise UserError(f"{name}: expected at least 1, got {value}")
     modules: list[nn.Module] = []
     width = in_features
     for _ in range(layers - 1):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import platform
 import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -16,40 +13,20 @@ from torch import Tensor, nn
 from ..errors import UserError
 from .model import Model
 
-Precision = Literal["float32", "tf32", "bfloat16", "float16"]
+Precision = Literal["float32", "bfloat16", "float16"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_NEEDS_CUDA = {"float16": "bfloat16", "tf32": "float32"}  # and what to use elsewhere
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Check that a device can train with a precision; warn once where it can but will hardly gain time.
+    """Check that a device can train with a precision.
 
     Raises:
-        UserError: float16 or tf32 on anything but CUDA.
+        UserError: float16 on anything but CUDA.
     """
-    if precision in _NEEDS_CUDA and device.type != "cuda":
+    if precision == "float16" and device.type != "cuda":
         raise UserError(
-            f"training.precision {precision} needs a CUDA device, got device {device.type}: "
-            f"use training.precision={_NEEDS_CUDA[precision]}"
+            f"training.precision float16 needs a CUDA device, got device {device.type}: use training.precision=bfloat16"
         )
-    if precision == "bfloat16" and device.type == "cpu" and not _cpu_multiplies_bfloat16():
-        _warn_of_slow_bfloat16()
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """Return whether an x86 processor multiplies bfloat16; torch reports this of x86 alone."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return True
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-@functools.cache
-def _warn_of_slow_bfloat16() -> None:
-    warnings.warn(
-        "training.precision bfloat16 is likely to be slower than float32 here, as this processor has neither "
-        "AVX512-BF16 nor AMX: use training.precision=float32",
-        stacklevel=3,
-    )
 
 
 @contextmanager
@@ -64,8 +41,8 @@ def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
     within `torch.autocast(..., enabled=False)`. Deep copies made in the body keep their hooks.
 
     On CUDA the rows of contrastive losses are rounded to the networks' type (`Model.unit_rows`), whose products tensor
-    cores form and sum in float32. With `tf32` every product of float32 matrices in the body may be formed in tf32;
-    for convolutions torch allows that by default, in float32 too.
+    cores form and sum in float32. Products of float32 follow torch's setting for tf32, which it allows by default for
+    convolutions alone.
     """
     hooks = _Hooks(model.device.type, _DTYPES.get(precision))
     model.rows_dtype = contrastive_dtype(precision, model.device)
@@ -74,8 +51,7 @@ def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
         handles.append(network.register_forward_pre_hook(hooks.before))
         handles.append(network.register_forward_hook(hooks.after, always_call=True))
     try:
-        with _tf32_allowed() if precision == "tf32" else nullcontext():
-            yield
+        yield
     finally:
         model.rows_dtype = None
         for handle in handles:
@@ -85,21 +61,6 @@ def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
 def contrastive_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
     """Return the dtype that rows are rounded to for contrastive losses, if any: the CPU would gain nothing by it."""
     return _DTYPES.get(precision) if device.type == "cuda" else None
-
-
-@contextmanager
-def _tf32_allowed() -> Iterator[None]:
-    """Allow tf32 for products of float32 matrices on CUDA in the body, and put torch's setting back."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    try:
-        if before != "tf32":
-            matmul.allow_tf32 = True  # sets fp32_precision too; torch refuses to read either where they disagree
-        yield
-    finally:
-        if before != "tf32":
-            matmul.allow_tf32 = False
-            matmul.fp32_precision = before
 
 
 class _Hooks(threading.local):

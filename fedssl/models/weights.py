@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..options import Options
 from ..untrusted import quoted, read_regular_file
-from .encoders import STEMS, Stem, build_encoder, has_small_image_stem, stored_stem
+from .encoders import STEMS, Encoder, Stem, build_encoder, has_small_image_stem, stored_stem
 
 
 class ModelOptions(Options):
@@ -114,7 +114,15 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
     return weights
 
 
-def frozen_encoder(source: str, image_shape: tuple[int, int, int]) -> nn.Module:
+def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Encoder:
+    """Return `_frozen_encoder` of a source that an option of another part names; its messages begin with the option."""
+    try:
+        return _frozen_encoder(source, *image_shape)
+    except UserError as error:
+        raise UserError(f"{option}: {str(error).removeprefix('model.weights: ')}") from error
+
+
+def _frozen_encoder(source: str, channels: int, height: int, width: int) -> Encoder:
     """Return an encoder with its weights for images [C, H, W], without gradients, in evaluation mode on the CPU.
 
     Raises:
@@ -125,12 +133,11 @@ def frozen_encoder(source: str, image_shape: tuple[int, int, int]) -> nn.Module:
     weights, architecture = _read(source), _architecture_of(source)
     if architecture is None:
         raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export, or timm:NAME")
-    channels, height, width = image_shape
     trained_on = [] if source.startswith(_TIMM) else (_config_of(source) or {}).get("image_shape")
     if trained_on and trained_on[1:] != [height, width]:
         raise UserError(
-            f"{source} is an encoder of images [channels, height, width] {trained_on}, got {list(image_shape)}: set "
-            "data.image_size, or name an encoder of this size"
+            f"{source} is an encoder of images [channels, height, width] {trained_on}, got "
+            f"{[channels, height, width]}: set data.image_size, or name an encoder of this size"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process

@@ -74,4 +74,6 @@ class Objective(Part):
         """Compute the loss of one batch: views are normalised float32 [n, C, H, W] each, labels int64 [n]."""
 
     def after_step(self, model: Model) -> None:
-        """Update the target network, if there is one; called after each optimiser step."""
+        """Move the target network by `target_momentum`, if there is one; called after each optimiser step."""
+        if (momentum := getattr(self, "target_momentum", None)) is not None:
+            model.update_target(momentum)

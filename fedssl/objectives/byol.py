@@ -54,6 +54,3 @@ class BYOL(Objective):
         targets = model.target_of_views((views[1], views[0]) if self.symmetric else (views[1],))
         losses = [regression_loss(p, target) for p, target in zip(predictions, targets, strict=True)]
         return Step(sum(losses[1:], losses[0]) / len(losses), representations, projections, predictions)
-
-    def after_step(self, model: Model) -> None:
-        model.update_target(self.target_momentum)

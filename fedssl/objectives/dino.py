@@ -132,6 +132,3 @@ class DINO(Objective):
         loss = distillation_loss(torch.stack(outputs), teacher, model.centre, *temperatures)
         model.move_centre(teacher, self.centre_momentum)
         return Step(loss, representations, projections)
-
-    def after_step(self, model: Model) -> None:
-        model.update_target(self.target_momentum)

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..models.model import Model, mlp_head
-from ..teacher import TaughtPart, similarity_loss
+from ..teacher import TaughtPart, cosines, similarity_loss
 from .base import Objective, Step
 
 
@@ -53,6 +53,7 @@ class Distillation(TaughtPart, Objective):
         representations, *projections = model.outputs_of_views(views)
         target = self.teacher_outputs(views[0])
         if self.loss == "similarities":
-            return Step(similarity_loss(representations[0], target, self.temperature), representations)
+            loss = similarity_loss(cosines(representations[0]), cosines(target), self.temperature)
+            return Step(loss, representations)
         loss = (1.0 - F.cosine_similarity(projections[0][0], target, dim=1)).mean()
         return Step(loss, representations, projections[0])

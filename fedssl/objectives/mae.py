@@ -138,9 +138,6 @@ class MAE(Objective):
     normalize_pixels: bool = Field(
         True, description="whether a patch's pixels are normalised by their mean and variance before they are predicted"
     )
-    crop_and_flip_only: bool = Field(
-        True, description="whether images are only cropped and mirrored; false uses the recipe's whole augmentation"
-    )
 
     @model_validator(mode="after")
     def _check_heads(self) -> MAE:
@@ -153,7 +150,7 @@ class MAE(Objective):
         return 1
 
     def training_augmentation(self, augmentation: Augmentation) -> Augmentation:
-        if not self.crop_and_flip_only or type(augmentation) is not RandomViews:
+        if type(augmentation) is not RandomViews:
             return augmentation
         colours = ("jitter_probability", "grayscale", "blur", "solarize")
         return RandomViews(**augmentation.model_dump() | dict.fromkeys(colours, 0.0))

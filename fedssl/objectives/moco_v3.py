@@ -55,6 +55,3 @@ class MoCoV3(Objective):
         first_key, second_key = map(model.unit_rows, model.target_of_views(views))
         loss = info_nce(first, second_key, self.temperature) + info_nce(second, first_key, self.temperature)
         return Step(loss, representations, projections, predictions)
-
-    def after_step(self, model: Model) -> None:
-        model.update_target(self.target_momentum)

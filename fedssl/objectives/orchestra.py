@@ -57,8 +57,8 @@ class Orchestra(Objective):
         `cluster_loss`(online projection of view 2, target projection of view 1) + cross-entropy of the quarter turns
 
     The defaults are those of the authors' released code. The target's momentum is on parameters only, and the projector
-    ends in a BatchNorm without weights. What the target network starts a round from is said by the aggregator
-    (`orchestra_clusters.average_target`). An untrained network has a `loss` near log(128) + log(4).
+    ends in a BatchNorm without weights. The target network starts a round from the clients' mean, see
+    `orchestra_clusters`. An untrained network has a `loss` near log(128) + log(4).
 
     Deviations from the released code: turns are not drawn: each has an equal share of the batch, by the images'
     (random) positions. The target network moves after the step and not before the loss. All views have the recipe's
@@ -102,6 +102,3 @@ class Orchestra(Objective):
         loss = loss + F.cross_entropy(model.online["rotation"](model.online["projector"](model.encoder(turned))), turns)
         model.remember(target)
         return Step(loss, (representation,), (projection,), first_view=1)
-
-    def after_step(self, model: Model) -> None:
-        model.update_target(self.target_momentum)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from ..augmentations.base import Augmentation
@@ -17,7 +16,7 @@ from .base import Objective, Step
 class Supervised(Objective):
     """Cross-entropy of a linear classifier on the encoder, on one augmented view.
 
-    The views of self-supervised methods are harder than supervised training uses. By default images are therefore only
+    The views of self-supervised methods are harder than supervised training uses. Images are therefore only
     cropped a little and mirrored with the recipe's probability `augmentation.flip`. The crop has 0.64 to 1 of the area,
     so at least 0.8 of each side, as in FedU2's released code for labels (semi_eval.py). It stands for the usual crop of
     a padded image, which moves a 32x32 image by up to 4 pixels. Hetero-SSFL does not say how its supervised FedAvg
@@ -26,17 +25,12 @@ class Supervised(Objective):
 
     needs_labels: ClassVar[bool] = True
 
-    mild_augmentation: bool = Field(
-        True,
-        description="whether images are only cropped a little and mirrored; false uses the recipe's whole augmentation",
-    )
-
     @property
     def views(self) -> int:
         return 1
 
     def training_augmentation(self, augmentation: Augmentation) -> Augmentation:
-        if not self.mild_augmentation or type(augmentation) is not RandomViews:
+        if type(augmentation) is not RandomViews:
             return augmentation
         return RandomViews(
             name=augmentation.name,

@@ -10,13 +10,13 @@ from ..errors import UserError
 from ..options import shortened
 from ..schedules.layer_wise import LayerWise
 from ..training import learning_rate
-from .overrides import apply_override, flatten_keys, read_values
+from .overrides import apply_override, flatten_keys
 from .reading import parse_recipe
 from .recipe import Recipe
 
 #: the options that may change, alone or with all below them
 CHANGEABLE = (
-    *("rounds", "description", "evaluation", "device", "clients_parallel", "client_states"),
+    *("rounds", "description", "evaluation", "device", "clients_parallel"),
     *("data.path", "data.more_paths", "data.public_path", "data.labels", "data.download", "data.memory_limit"),
     *("data.follow_links", "model.weights"),
     *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds"),
@@ -52,7 +52,7 @@ def changed_recipe(file: Path, stored: Recipe, overrides: Sequence[str], done: i
     Raises:
         UserError: an option may not change, a value is not allowed, or there would be fewer rounds than before.
     """
-    values = read_values(file)
+    values = stored.model_dump(mode="json")
     for override in overrides:
         key, equals, _ = override.partition("=")
         if equals and not any(key == option or key.startswith(f"{option}.") for option in CHANGEABLE):

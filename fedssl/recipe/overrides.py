@@ -24,9 +24,11 @@ from ..untrusted import (
     scalar_text,
 )
 
-#: the part under a key for which the recipe names none
-DEFAULT_PARTS = {"augmentation": "random_views"}
+#: the augmentation of a recipe that names none
+DEFAULT_AUGMENTATION = "random_views"
 _MOST_KEYS = 20  # in an override's path
+_WEIGHTS = "model.weights"
+_ENCODERS = (_WEIGHTS, "oracle", "teacher")  # keys of files or folders with a network's weights
 
 
 def recipe_names() -> list[str]:
@@ -72,8 +74,7 @@ def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "re
 
 
 def _recipe_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    resolved = {key: with_paths_from(folder, value) if key in PART_KEYS else value for key, value in values.items()}
-    return resolved | ({"model": with_weights_from(folder, values["model"])} if "model" in values else {})
+    return values | {key: with_paths_from(folder, key, values[key]) for key in (*PART_KEYS, "model") if key in values}
 
 
 def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -88,38 +89,29 @@ def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def with_paths_from(folder: Path, part: Any) -> Any:
-    """Return a part of a recipe's mapping, or a list of them, with absolute paths to part files and encoders."""
-    if isinstance(part, list):
-        return [with_paths_from(folder, one) for one in part]
-    if isinstance(part, dict) and "name" in part:
-        encoders = {key: _with_encoder_from(folder, part[key]) for key in ("oracle", "teacher") if key in part}
-        return part | {"name": with_paths_from(folder, part["name"])} | encoders
-    if isinstance(part, str) and part.endswith(".py"):
-        return str(absolute_path(folder, part))
-    return part
+def with_paths_from(folder: Path, key: str, value: Any) -> Any:
+    """Return what a recipe has under a key, or below it, with absolute paths to part files, weights and encoders.
+
+    Names of timm's weights stay as they are. The `weights` of `model` may be a mapping from architectures.
+    """
+    if isinstance(value, list):
+        return [with_paths_from(folder, key, one) for one in value]
+    if isinstance(value, dict) and key in _ENCODERS:  # by architecture
+        return {name: with_paths_from(folder, key, one) for name, one in value.items()}
+    if isinstance(value, dict):
+        named = {"weights": _WEIGHTS} if key == "model" else {}
+        return {name: with_paths_from(folder, named.get(name, name), one) for name, one in value.items()}
+    if key in _ENCODERS and isinstance(value, (int, float)):
+        value = scalar_text(value)
+    if not isinstance(value, str):
+        return value
+    file = not value.startswith("timm:") if key in _ENCODERS else value.endswith(".py") and key in (*PART_KEYS, "name")
+    return str(absolute_path(folder, value)) if file else value
 
 
 def part_name(key: str, part: Any) -> Any:
     """Return the name of a part in a recipe's mapping, where it stands alone or in a mapping; None if it has none."""
-    return part.get("name", DEFAULT_PARTS.get(key)) if isinstance(part, dict) else part
-
-
-def with_weights_from(folder: Path, model: Any) -> Any:
-    """Return a recipe's `model` with absolute paths to weights; names of timm's weights stay as they are."""
-    if not isinstance(model, dict) or "weights" not in model:
-        return model
-    weights = model["weights"]
-    if isinstance(weights, dict):  # by architecture
-        return model | {"weights": {name: _with_encoder_from(folder, source) for name, source in weights.items()}}
-    return model | {"weights": _with_encoder_from(folder, weights)}
-
-
-def _with_encoder_from(folder: Path, source: Any) -> Any:
-    source = scalar_text(source) if isinstance(source, (int, float)) else source
-    if not isinstance(source, str) or source.startswith("timm:"):
-        return source
-    return str(absolute_path(folder, source))
+    return part.get("name", DEFAULT_AUGMENTATION if key == "augmentation" else None) if isinstance(part, dict) else part
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:

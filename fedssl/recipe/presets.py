@@ -32,6 +32,10 @@ _PASSES_OF_TRAINING, _PASSES_WITHOUT_LABELS = 3, 1.5
 _FEWEST_MEASURED = 100
 _ENCODER_RATE = 0.05  # of an encoder that starts from weights
 _ROUNDS = 40  # where the number of images is not known
+_OWN_IMAGES = ("npz", "images", "folder")
+_UNKNOWN = DataSummary(images=0, channels=1, side=0, labelled=True)
+#: what adapting values raises that the checks of the recipe refuse afterwards, and name
+_OF_INVALID_VALUES = (UserError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 class PartSettings(Options):
@@ -92,6 +96,8 @@ class AppliedPreset(NamedTuple):
 def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
     """Return a recipe's mapping with overrides applied, except for those of one architecture, without running code.
 
+    Each part in it is a mapping.
+
     Raises:
         UserError: an override does not fit; the message calls the recipe `source`.
     """
@@ -102,6 +108,7 @@ def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str
                 apply_override(values, override)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
+    list(parts_in(values))
     return values
 
 
@@ -130,63 +137,52 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     name = values.get("preset", "auto")
     if name == "none":
         return AppliedPreset(values, values, ())
-    data: DataSummary | None = None
-    if name == "auto":
-        try:
-            data = _summarize_data(values)
-        except UserError as error:
+    if name not in ("auto", *preset_names()):
+        near = difflib.get_close_matches(str(name), preset_names(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}")
+    named = values.get("data", {})
+    try:  # None: `data` is invalid, which the recipe's checks report
+        data = (summarise(named) if isinstance(named, dict) else None) or _UNKNOWN
+    except UserError as error:
+        if name == "auto":
             raise UserError(
                 f"{error}; the preset is chosen from the data: correct data.path, or where the data lie on another "
                 f"machine name one with preset=NAME, of {', '.join(preset_names())}"
             ) from error
-        name, reason = _preset_for(data, _get(values, "data", "name"))
-    else:
-        if name not in preset_names():
-            near = difflib.get_close_matches(str(name), preset_names(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}")
-        reason = "the recipe or the command line names it"
+        data = _UNKNOWN  # it may be on another machine
+    reason = "the recipe or the command line names it"
+    if name == "auto":
+        name, reason = _preset_for(data, values)
     preset = read_preset(name)
-    source = " ".join(preset.source.split())
-    reasons = [f"{name}: {preset.description}. It was chosen because {reason}. Source: {source}"]
     settings: dict[str, Any] = {}
-    for _, part in _parts_in(values):
+    for _, part in parts_in(values):
         if part["name"] in preset.parts:
             _fill_in(settings, preset.parts[part["name"]].settings)
     _fill_in(settings, preset.settings)
     _fill_in(values, settings)
-    if data is None:
-        with contextlib.suppress(UserError):  # the data may be on another machine
-            data = _summarize_data(values)
     if values.get("architectures") == "several":
         values["architectures"] = list(preset.several)
-    for _, part in _parts_in(values):
+    for _, part in parts_in(values):
         if part["name"] in preset.parts:
             _fill_in(part, preset.parts[part["name"]].options)
     values["preset"] = name
-    if not name.startswith(PAPER):
-        reasons += _adapt_partition(values, given, data)
-        reasons += _continue_gently(values)
-        reasons += _choose_rounds(values, data)
-    reasons += _choose_image_size(values, data)
-    reasons += _switch_off_colours(values, given, data)
-    reasons += _take_public_images(values, preset, data)
-    reasons += _adapt_batch(values, given, preset, data)
-    if not name.startswith(PAPER) and name != "digits":
-        reasons += _limit_evaluation(values, data)
-        reasons += _mention_weights(values)
+    source = " ".join(preset.source.split())
+    reasons = [f"{name}: {preset.description}. It was chosen because {reason}. Source: {source}"]
+    paper = name.startswith(PAPER)
+    for adapt in (
+        *(() if paper else (_adapt_partition, _continue_gently, _choose_rounds)),
+        *(_choose_image_size, _switch_off_colours, _take_public_images, _adapt_batch),
+        *(() if paper or name == "digits" else (_limit_evaluation, _mention_weights)),
+    ):
+        with contextlib.suppress(*_OF_INVALID_VALUES):
+            reasons += adapt(_Filled(values, given, preset, data))
     return AppliedPreset(given, values, tuple(reasons))
 
 
-def _summarize_data(values: dict[str, Any]) -> DataSummary | None:
-    """Return a summary of the recipe's data; None if `data` is invalid, which the recipe's checks report."""
-    data = values.get("data", {})
-    return summarise(data) if isinstance(data, dict) else None
-
-
-def _preset_for(data: DataSummary | None, name: Any) -> tuple[str, str]:
+def _preset_for(data: DataSummary, values: dict[str, Any]) -> tuple[str, str]:
     """Return the name of the preset for a kind of data, and the reason."""
-    if data is None or name in (None, "digits"):
+    if data is _UNKNOWN or values.get("data", {}).get("name", "digits") == "digits":
         return "digits", "the data are scikit-learn's digits"
     count = f"{data.images} " if data.images else ""
     kind = {1: "grey images", 3: "colour images"}.get(data.channels, f"images of {data.channels} channels")
@@ -210,7 +206,7 @@ def _fill_in(values: dict[str, Any], settings: dict[str, Any]) -> None:
             _fill_in(values[key], setting)
 
 
-def _parts_in(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def parts_in(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the folder and the mapping of each part; a part that is given as a name becomes a mapping in `values`."""
     for key, (folder, many) in PART_KEYS.items():
         parts = values.get(key) if many else [values.get(key)]
@@ -224,116 +220,99 @@ def _parts_in(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield folder, mapping
 
 
-def _get(values: dict[str, Any], section: str, key: str) -> Any:
-    """Return the value of a dotted key; None if it or its section is missing or invalid."""
-    mapping = values.get(section)
-    return mapping.get(key) if isinstance(mapping, dict) else None
+class _Filled(NamedTuple):
+    """A recipe with its preset's values, which each of the functions below adapts to the data; they return why."""
+
+    values: dict[str, Any]
+    given: dict[str, Any]
+    preset: Preset
+    data: DataSummary
 
 
-# Adapting to the data: each function changes `values` and returns its reasons
-
-
-def _adapt_partition(values: dict[str, Any], given: dict[str, Any], data: DataSummary | None) -> list[str]:
+def _adapt_partition(recipe: _Filled) -> list[str]:
     """Train on image files in one place unless clients are asked for; deal equal shares of what has no labels."""
-    own = given.get("partition") or {}
-    if data is None or "name" in own or not isinstance(own, dict):
+    values, own = recipe.values, recipe.given.get("partition") or {}
+    if "name" in own:
         return []
-    if not own and data.from_files and given.get("architectures") != "several":
+    if not own and recipe.data.from_files and recipe.given.get("architectures") != "several":
         values["partition"] = {"name": "iid", "clients": 1}
         return [
             "partition.clients is 1: images of one place are one client, and nothing is federated. "
             "partition='{name: iid, clients: 5}' simulates five."
         ]
-    if data.labelled:
+    if recipe.data.labelled:
         return []
     values["partition"] = {"name": "iid", "clients": values["partition"]["clients"]} | own
     return ["partition.name is iid, as the images have no labels."]
 
 
-def _continue_gently(values: dict[str, Any]) -> list[str]:
+def _continue_gently(recipe: _Filled) -> list[str]:
     """Train an encoder that starts from weights slowly, with their batch statistics, after its new heads."""
-    if not _get(values, "model", "weights") or not isinstance(values.get("training"), dict):
+    model, training = recipe.values.get("model", {}), recipe.values["training"]
+    if not model.get("weights"):
         return []
-    values["model"].setdefault("batch_statistics", "kept")
-    values["training"].setdefault("encoder_rate", _ENCODER_RATE)
+    rate = training.setdefault("encoder_rate", _ENCODER_RATE)
+    statistics = model.setdefault("batch_statistics", "kept")
     return [
-        f"training.encoder_rate is {values['training']['encoder_rate']} and model.batch_statistics "
-        f"{values['model']['batch_statistics']}, as the encoder starts from weights."
+        f"training.encoder_rate is {rate} and model.batch_statistics {statistics}, as the encoder starts from weights."
     ]
 
 
-def _choose_rounds(values: dict[str, Any], data: DataSummary | None) -> list[str]:
+def _choose_rounds(recipe: _Filled) -> list[str]:
     """Take as many rounds as a good encoder takes for this many images, where the recipe leaves it open."""
-    training = values.get("training")
-    if "rounds" in values or not isinstance(training, dict):
+    values, images = recipe.values, recipe.data.images
+    if "rounds" in values:
         return []
-    images, epochs = 0 if data is None else data.images, training.get("local_epochs")
-    if not images or not isinstance(epochs, int) or epochs < 1 or training.get("local_steps"):
-        values["rounds"] = _ROUNDS
+    values["rounds"], training = _ROUNDS, values["training"]
+    if not images or training.get("local_steps"):
         return []
-    passes = enough_passes(images, from_weights=bool(_get(values, "model", "weights")))
-    values["rounds"] = -(-passes // epochs)
+    passes = enough_passes(images, from_weights=bool(values.get("model", {}).get("weights")))
+    values["rounds"] = max(1, -(-passes // training["local_epochs"]))
     return [f"rounds is {values['rounds']}, so that each of {images:,} images is seen {passes} times."]
 
 
-def _choose_image_size(values: dict[str, Any], summary: DataSummary | None) -> list[str]:
-    data = values.get("data")
-    if summary is None or not summary.from_files or not isinstance(data, dict) or "image_size" in data:
+def _choose_image_size(recipe: _Filled) -> list[str]:
+    data = recipe.values["data"]
+    if not recipe.data.from_files or "image_size" in data:
         return []
-    data["image_size"] = summary.side
-    return [f"data.image_size is {summary.side}, by the files' sizes; larger images cost more time."]
+    data["image_size"] = recipe.data.side
+    return [f"data.image_size is {recipe.data.side}, by the files' sizes; larger images cost more time."]
 
 
-def _switch_off_colours(values: dict[str, Any], given: dict[str, Any], data: DataSummary | None) -> list[str]:
+def _switch_off_colours(recipe: _Filled) -> list[str]:
     """Leave out jitter and grayscale where there are neither grey levels nor colours."""
-    views = values.get("augmentation")
-    if data is None or data.channels in (1, 3) or not isinstance(views, dict):
+    views, channels = recipe.values["augmentation"], recipe.data.channels
+    if channels in (1, 3) or views.get("name", "random_views") != "random_views":
         return []
-    if views.get("name", "random_views") != "random_views":
-        return []
-    own = given.get("augmentation")
-    off = [key for key in ("jitter_probability", "grayscale") if key not in (own if isinstance(own, dict) else {})]
+    own = recipe.given.get("augmentation") or ()
+    off = [key for key in ("jitter_probability", "grayscale") if key not in own]
     views.update(dict.fromkeys(off, 0.0))
-    return [f"augmentation.{key} is 0, as the images have {data.channels} channels." for key in off]
+    return [f"augmentation.{key} is 0, as the images have {channels} channels." for key in off]
 
 
-def _take_public_images(values: dict[str, Any], preset: Preset, summary: DataSummary | None) -> list[str]:
+def _take_public_images(recipe: _Filled) -> list[str]:
     """Take public images from the training images if a part needs them and the recipe does not say where they are."""
-    data = values.setdefault("data", {})
-    if not isinstance(data, dict) or "public_holdout" in data or data.get("public_path") is not None:
+    data, preset = recipe.values.setdefault("data", {}), recipe.preset
+    if "public_holdout" in data or data.get("public_path") is not None or data.get("name") == "none":
         return []
-    if data.get("name") == "none":  # there are no images to take them from
-        return []
-    user = next((part["name"] for folder, part in _parts_in(values) if _needs_public_images(folder, part)), None)
+    parts = [(folder, with_paths_from(Path(), "name", part["name"])) for folder, part in parts_in(recipe.values)]
+    classes = {name: part_class(folder, name) for folder, name in parts}
+    user = next((name for name, cls in classes.items() if getattr(cls, "needs_public_images", False)), None)
     if user is None:
         return []
-    most = preset.public_images if summary is None else summary.images // 4
-    data["public_holdout"] = min(preset.public_images, most)
+    data["public_holdout"] = min(preset.public_images, recipe.data.images // 4 or preset.public_images)
     return [f"data.public_holdout is {data['public_holdout']}, as {user} needs public images."]
 
 
-def _needs_public_images(folder: str, part: dict[str, Any]) -> bool:
-    try:
-        cls = part_class(folder, with_paths_from(Path(), part)["name"])
-    except UserError:
-        return False  # the checks of the recipe report what is wrong with the part
-    return bool(getattr(cls, "needs_public_images", False))
-
-
-def _adapt_batch(
-    values: dict[str, Any], given: dict[str, Any], preset: Preset, summary: DataSummary | None
-) -> list[str]:
+def _adapt_batch(recipe: _Filled) -> list[str]:
     """Make batches smaller if the preset's would hold more than half of a client's images."""
-    partition, training = values.get("partition"), values.get("training")
-    if summary is None or not summary.images or not isinstance(partition, dict) or not isinstance(training, dict):
+    partition, training, images = recipe.values["partition"], recipe.values["training"], recipe.data.images
+    if not images:
         return []
-    clients, batch = partition.get("clients"), training.get("batch_size")
-    if not isinstance(clients, int) or clients < 1 or not isinstance(batch, int):
-        return []
-    reasons = []
-    if _get(given, "training", "batch_size") is None and not preset.name.startswith(PAPER):
-        holdout = _get(values, "data", "public_holdout")
-        share = (summary.images - (holdout if isinstance(holdout, int) else 0)) // clients
+    clients, batch, reasons = partition["clients"], training["batch_size"], []
+    own = recipe.given.get("training") or {}
+    if own.get("batch_size") is None and not recipe.preset.name.startswith(PAPER):
+        share = (images - (recipe.values["data"].get("public_holdout") or 0)) // clients
         while batch > max(4, share // 2):
             batch //= 2
         if batch != training["batch_size"]:
@@ -346,38 +325,35 @@ def _adapt_batch(
     return reasons
 
 
-def _mention_weights(values: dict[str, Any]) -> list[str]:
+def _mention_weights(recipe: _Filled) -> list[str]:
     """Say what starting from scratch is to be compared with, where a recipe has images of the user's own."""
-    own = _get(values, "data", "name") in ("npz", "images", "folder")
-    if not own or _get(values, "model", "weights") is not None:
+    own = recipe.values["data"].get("name") in _OWN_IMAGES
+    if not own or recipe.values.get("model", {}).get("weights") is not None:
         return []
     return [
-        "Networks start from scratch: where images are like ImageNet's, its weights as they are may give more "
+        "Networks start from scratch: from ImageNet's weights training may give more, and starts at what they are worth "
         "(model.weights; docs/does_federating_pay.md)."
     ]
 
 
-def _limit_evaluation(values: dict[str, Any], summary: DataSummary | None) -> list[str]:
+def _limit_evaluation(recipe: _Filled) -> list[str]:
     """Measure on so many of a user's own images that it takes about 5 % of the run, where the recipe leaves it open."""
-    evaluation, training = values.setdefault("evaluation", {}), values.get("training")
-    own = summary is not None and _get(values, "data", "name") in ("npz", "images", "folder")
-    if summary is None or not own or not summary.images or not isinstance(evaluation, dict) or "images" in evaluation:
+    values, data = recipe.values, recipe.data
+    evaluation = values.setdefault("evaluation", {})
+    if values["data"].get("name") not in _OWN_IMAGES or not data.images or "images" in evaluation:
         return []
-    try:
-        recipe_part = (training or {}), values["partition"]["clients"], values["rounds"], evaluation.get("every", 0)
-        options, clients, rounds, every = recipe_part
-        sampled = (values.get("clients_per_round") or clients) / clients
-        trained = options.get("local_epochs", 1) * summary.images * sampled
-        if options.get("local_steps"):
-            trained = options["local_steps"] * options["batch_size"] * clients * sampled
-        evaluations = 2 + ((rounds - 1) // every if every else 0)
-        models = clients if part_name("local_update", values["local_update"]) == "keep_own" else 1
-        passes = 1 if summary.labelled else _PASSES_WITHOUT_LABELS
-        most = _SHARE_OF_RUN * _PASSES_OF_TRAINING * rounds * trained / (evaluations * models * passes)
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        return []  # the checks of the recipe say what is wrong
+    training, clients, rounds = values["training"], values["partition"]["clients"], values["rounds"]
+    sampled = (values.get("clients_per_round") or clients) / clients
+    trained = training.get("local_epochs", 1) * data.images * sampled
+    if training.get("local_steps"):
+        trained = training["local_steps"] * training["batch_size"] * clients * sampled
+    every = evaluation.get("every", 0)
+    evaluations = 2 + ((rounds - 1) // every if every else 0)
+    models = clients if values["local_update"]["name"] == "keep_own" else 1
+    passes = 1 if data.labelled else _PASSES_WITHOUT_LABELS
+    most = _SHARE_OF_RUN * _PASSES_OF_TRAINING * rounds * trained / (evaluations * models * passes)
     images = max(_FEWEST_MEASURED, int(most))
-    if images >= summary.images:
+    if images >= data.images:
         return []
     evaluation["images"] = images
     return [

@@ -13,10 +13,21 @@ from ..options import explain_errors, shortened
 from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run_folder.directory import RunDirectory
 from ..untrusted import PART_KEYS, own_part_file, own_parts
-from .overrides import DEFAULT_PARTS, read_values, with_paths_from, with_weights_from
-from .presets import AppliedPreset, apply_preset, with_overrides
+from .overrides import DEFAULT_AUGMENTATION, read_values, with_paths_from
+from .presets import AppliedPreset, apply_preset, parts_in, with_overrides
 from .recipe import Recipe
 from .rules import privacy_problem
+
+#: options that every run stored before they went, by the mapping or part that had them, with what now always holds
+_GONE: dict[str, dict[str, Any]] = {
+    "training": {"processes": 1, "join_views": False},
+    "mae": {"crop_and_flip_only": True},
+    "supervised": {"mild_augmentation": True},
+    "cka_alignment": {"statistics": "batch"},
+    "representation_mean": {"bandwidth": 1.0, "send": "auto", "statistics": "running", "batch_size": 500},
+    "orchestra_clusters": {"average_target": True},
+    "sliced_uniformity": {"tangent_spaces": None},
+}
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
@@ -61,17 +72,6 @@ def refuse_code(names: Iterable[str], source: str) -> None:
         )
 
 
-def complete_recipe(values: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
-    """Apply overrides to a recipe's mapping, fill in what is left open by its preset, and check it.
-
-    Error messages call the recipe `source`.
-
-    Raises:
-        UserError: see `load_recipe`.
-    """
-    return parse_recipe(apply_preset(values, overrides, source).values, source)
-
-
 def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: bool = False) -> Recipe:
     """Read the recipe of a run's folder, without running code of unknown origin that it may name.
 
@@ -85,9 +85,7 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
     """
     file = directory.path / "recipe.yaml"
     values = read_values(file)
-    training = values.get("training")
-    if isinstance(training, dict) and training.get("processes") == 1:  # an option that runs before 2026-11-27 stored
-        del training["processes"]
+    _leave_out_gone(values)
     for name in [] if trust else own_parts(values):
         if defined_elsewhere(name):
             continue  # it cannot be run here, which the check of the recipe reports
@@ -100,6 +98,16 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
                 "--trust to continue with it as it is"
             )
     return parse_recipe(values, str(file))
+
+
+def _leave_out_gone(values: dict[str, Any]) -> None:
+    """Remove the options that are gone where they have the value that now always holds; the checks refuse others."""
+    values.pop("client_states", None)  # no result depended on it
+    mappings = [("training", values.get("training")), *((part["name"], part) for _, part in parts_in(values))]
+    for name, mapping in mappings:
+        for option, still in _GONE.get(name, {}).items():
+            if isinstance(mapping, dict) and mapping.get(option, ...) == still:
+                del mapping[option]
 
 
 def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
@@ -124,9 +132,8 @@ def check_keys(values: dict[str, Any], source: str) -> Recipe:
     """
     problems: list[str] = []
     values = dict(values)
-    for key, name in DEFAULT_PARTS.items():
-        if isinstance(values.setdefault(key, {}), dict):
-            values[key] = {"name": name} | values[key]
+    if isinstance(views := values.setdefault("augmentation", {}), dict):
+        values["augmentation"] = {"name": DEFAULT_AUGMENTATION} | views
     for key, (folder, many) in PART_KEYS.items():
         if key not in values:
             continue
@@ -137,7 +144,7 @@ def check_keys(values: dict[str, Any], source: str) -> Recipe:
         else:
             problems.append(f"{key}: expected a list of parts, got {shortened(values[key])}")
     if "model" in values:
-        values["model"] = with_weights_from(Path(), values["model"])
+        values["model"] = with_paths_from(Path(), "model", values["model"])
     if not problems:
         try:
             return Recipe.model_validate(values)
@@ -153,7 +160,7 @@ def _check_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         problems.append(f"{path}: expected a part such as {{name: ...}}, got {shortened(value)}")
         return value
-    value = with_paths_from(Path(), value)
+    value = with_paths_from(Path(), path.partition(".")[0], value)
     try:
         cls = part_class(folder, value["name"])
     except UserError as error:

@@ -24,9 +24,6 @@ from ..schedules.base import Schedule
 from ..training import TrainingOptions
 from ..untrusted import NAME_PATTERN, TEXT_PATTERN
 
-#: where the clients' states are kept between rounds
-Place = Literal["disk", "memory"]
-
 
 class LocalDP(Options):
     """Each client clips its update and adds noise before anything leaves it (Flower's LocalDpMod).
@@ -162,9 +159,6 @@ class Recipe(Options):
         description="clients that train at a time under the engine in-process, each in a worker process; each has the "
         "threads of this process (OMP_NUM_THREADS) divided by this number, at least one. Results do not depend on this "
         "number, but on the threads of a client and of the server: with OMP_NUM_THREADS=1 they are the same for any",
-    )
-    client_states: Place = Field(
-        "disk", description="where clients' states are kept between rounds; disk holds one client at a time in memory"
     )
     checkpoints: int = Field(
         3,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..aggregators.base_model import BaseModel
-from ..aggregators.representation_mean import RepresentationMean
 from ..aggregators.weighted_mean import WeightedMean
 from ..data.datasets import Dataset
 from ..errors import SendableError, UserError
@@ -21,7 +20,6 @@ from ..evaluation.fine_tuning import check_fine_tuning
 from ..models.model import Model
 from ..models.stages import StagedEncoder
 from ..parts import is_session_part
-from ..teacher import TaughtPart
 from .recipe import FixedClipping, LocalDP, Recipe, SecAggPlus
 
 # SecAgg+ counts below 2^32, so that of more clients each would send integers below 2^22, Flower's default
@@ -97,14 +95,29 @@ def check_models(recipe: Recipe, build: Callable[[str], Model], shape: tuple[int
     for name in dict.fromkeys(recipe.architectures):
         model = build(name)
         for part in (*recipe.regularizers, *recipe.aggregators, recipe.local_update):
+            if part.needs_head is not None and part.needs_head not in model.online:
+                raise UserError(
+                    f"{part.name} works on the {part.needs_head}'s outputs, but objective {recipe.objective.name} has "
+                    f"no {part.needs_head}: use {'simclr' if part.needs_head == 'projector' else 'byol or simsiam'}"
+                )
             part.check_model(model)
         if isinstance(model.encoder, StagedEncoder):
             recipe.schedule.check(model.encoder, recipe.rounds)
         further = recipe.augmentation.further_shape(shape)
         if recipe.objective.views > 2 and further != shape:
             _check_further_views(model, further, name)
+    objective = recipe.objective
     for regularizer in recipe.regularizers:
-        regularizer.check_objective(recipe.objective)
+        if regularizer.needs_two_views and objective.online_views != 2:
+            raise UserError(
+                f"{regularizer.name} compares two views of each image, but objective {objective.name} passes "
+                f"{objective.online_views} through the online network: use simclr, or byol with symmetric: true"
+            )
+        if regularizer.runs_objective and objective.views != 2:
+            raise UserError(
+                f"{regularizer.name} takes steps on two views of the public images, but objective {objective.name} "
+                f"needs {objective.views}: use byol, simsiam, simclr or moco_v3"
+            )
 
 
 def _check_further_views(model: Model, shape: tuple[int, ...], architecture: str) -> None:
@@ -185,14 +198,12 @@ def _rules_of_aggregators(recipe: Recipe) -> Iterator[str]:
     for i, name in enumerate(names):
         if name in names[:i]:
             yield f"aggregators name {name} twice, and both would send the same: remove one of the two"
-    if recipe.engine == "flower" and any(
-        isinstance(part, RepresentationMean) and part.oracle is not None for part in recipe.aggregators
-    ):
-        yield "representation_mean.oracle is a folder of this machine, which engine flower's sites lack: use in-process"
-    for part in (recipe.objective, *recipe.regularizers):
-        if recipe.engine == "flower" and isinstance(part, TaughtPart) and not part.teacher.startswith("timm:"):
+    encoders = [(part.name, "oracle", getattr(part, "oracle", None)) for part in recipe.aggregators]
+    encoders += [(p.name, "teacher", getattr(p, "teacher", None)) for p in (recipe.objective, *recipe.regularizers)]
+    for name, option, source in encoders:
+        if recipe.engine == "flower" and source is not None and not source.startswith("timm:"):
             yield (
-                "distillation.teacher is a folder of this machine, which engine flower's sites lack: use timm:NAME, "
+                f"{name}.{option} is a folder of this machine, which engine flower's sites lack: use timm:NAME, "
                 "whose weights each site fetches itself, or in-process"
             )
     exchanging = [aggregator.name for aggregator in recipe.aggregators if aggregator.exchanges_weights]

@@ -61,8 +61,8 @@ def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, t
     filled = fill_in(name_or_path, overrides, trust)
     recipe = check_keys(filled.values, str(name_or_path))
     overridden = [override.partition("=")[0] for override in overrides]
-    given, complete = _with_part_mappings(filled.given), _with_part_mappings(filled.values)
-    return ResolvedRecipe(recipe.to_yaml(), list(_settings(recipe, given, complete, "", overridden)), filled.reasons)
+    settings = _settings(recipe, filled.given, filled.values, "", overridden)
+    return ResolvedRecipe(recipe.to_yaml(), list(settings), filled.reasons)
 
 
 def _settings(
@@ -104,19 +104,6 @@ def _settings(
 def _overrides(override: str, path: str) -> bool:
     """Return whether an override of one dotted key sets another, which it holds or which is the list that holds it."""
     return override == path or path.startswith(f"{override}.") or override.startswith(f"{path}.")
-
-
-def _with_part_mappings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's mapping in which every part is a mapping, also if only its name is given."""
-
-    def as_mapping(part: Any) -> Any:
-        return {"name": part} if isinstance(part, str) else part
-
-    parts = {key: value for key, value in values.items() if key in PART_KEYS}
-    return values | {
-        key: [as_mapping(part) for part in value] if isinstance(value, list) else as_mapping(value)
-        for key, value in parts.items()
-    }
 
 
 def part_summary(part: type[Options]) -> str:

@@ -9,20 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..client import LocalRound
-from ..errors import UserError
-from ..objectives.base import Objective, Step
+from ..objectives.base import Step
 from ..parts import Part
 
 StepLoss = Callable[[Step], Tensor]
-
-
-def require_two_views(part: Part, objective: Objective) -> None:
-    """Raise a UserError unless the objective's steps return outputs of two views of each image."""
-    if objective.online_views != 2:
-        raise UserError(
-            f"{part.name} compares two views of each image, but objective {objective.name} passes "
-            f"{objective.online_views} through the online network: use simclr, or byol with symmetric: true"
-        )
 
 
 class Regularizer(Part):
@@ -30,7 +20,7 @@ class Regularizer(Part):
 
     #: whether it uses the shared public images; a recipe without public images is refused
     needs_public_images: ClassVar[bool] = False
-    #: whether it takes steps of the objective on the public images, which have no labels
+    #: whether it takes steps of the objective on two views of the public images, which have no labels
     runs_objective: ClassVar[bool] = False
     #: the aggregator whose message it reads; a recipe without it is refused
     needs_aggregator: ClassVar[str | None] = None
@@ -39,8 +29,8 @@ class Regularizer(Part):
     #: whether it reads `LocalRound.previous`
     needs_previous_model: ClassVar[bool] = False
 
-    def check_objective(self, objective: Objective) -> None:
-        """Raise a UserError for an objective whose steps lack what the term needs; called before anything runs."""
+    #: whether it compares outputs of two views of each image
+    needs_two_views: ClassVar[bool] = False
 
     @abstractmethod
     def start_round(self, local: LocalRound) -> StepLoss:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING, gaussia
 from ..client import LocalRound
 from ..data.batches import endless_batches
 from ..data.pixels import normalize
-from ..models.model import running_statistics, untouched_running_statistics
+from ..models.model import untouched_running_statistics
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 
@@ -27,26 +26,29 @@ def kernel_cka(first: Tensor, second: Tensor, centered: bool) -> Tensor:
     return (first * second).sum() / (first.norm() * second.norm())
 
 
-def public_representations(
-    local: LocalRound, batch_size: int, purpose: str, statistics: Literal["batch", "running"] = "batch"
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield mini-batches of the public images without end: their rows, and representations [n, d] with gradients.
+def public_batches(local: LocalRound, batch_size: int, purpose: str) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield mini-batches of the public images without end; none while the server has no usable answer to align to.
 
-    They are whitened by the matrix of the client's last representations that `representation_mean` computed, if its
-    kernels are. BatchNorm takes the statistics of the batch, or the running ones, which stay as they are.
+    A batch has representations [n, d] with gradients, and its rows of a factor of K-bar (True), or its rows and columns
+    of K-bar (False). Representations are whitened by the matrix of the client's last ones that `representation_mean`
+    computed, if its kernels are. BatchNorm takes the statistics of the batch, and the running ones stay as they are.
     """
-    client, model, public = local.client, local.client.model, local.client.public_images
+    client, model, public, sent = local.client, local.client.model, local.client.public_images, local.received.tensors
     assert public is not None
     layer: Any = local.received.config["alignment.layer"]
+    factored = FACTOR in sent
+    if not factored and KERNEL not in sent:
+        return
+    target = sent[FACTOR if factored else KERNEL]
     whitening = client.memory.tensors.get(WHITENING)
     if whitening is not None:
         whitening = whitening.to(model.device)
-    mode = untouched_running_statistics if statistics == "batch" else running_statistics
     for rows in endless_batches(len(public), batch_size, local.generator(purpose)):
         images = public[rows].to(model.device, non_blocking=True)
-        with mode(model):
+        with untouched_running_statistics(model):
             x = model.represent(normalize(images), layer)
-        yield rows, x if whitening is None else x @ whitening
+        part = target[rows] if factored else target[rows][:, rows]
+        yield x if whitening is None else x @ whitening, part.to(x, non_blocking=True), factored
 
 
 class CKAAlignment(Regularizer):
@@ -65,8 +67,8 @@ class CKAAlignment(Regularizer):
 
     The paper does not tell in which mode the network runs on the public images. Here BatchNorm takes the statistics of
     the batch and leaves the running ones alone, which then tell of the client's own images only. As K-bar is computed
-    with running statistics, a client's CKA with its own kernel is below 1 even with unchanged weights. With
-    `statistics: running` it is 1; docs/methods/hetero_ssfl.md tells what either reached.
+    with running statistics, a client's CKA with its own kernel is below 1 even with unchanged weights.
+    docs/methods/hetero_ssfl.md tells what other choices reached.
     """
 
     needs_public_images: ClassVar[bool] = True
@@ -76,30 +78,22 @@ class CKAAlignment(Regularizer):
         0.5, ge=0, description="mu, the factor of the term; the paper has 0.5 for CIFAR and 1 for Tiny-ImageNet"
     )
     batch_size: int = Field(100, ge=2, description="public images a step")
-    statistics: Literal["batch", "running"] = Field(
-        "batch", description="what BatchNorm normalises the public images by: their batch, or the running statistics"
-    )
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        received, device = local.received, local.client.model.device
-        centered = bool(received.config["alignment.centered"])
-        bandwidth: Any = received.config.get("alignment.bandwidth")  # of a Gaussian kernel
-        factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
-        batches = public_representations(local, self.batch_size, "cka_alignment", self.statistics)
+        config = local.received.config
+        centered, gaussian = bool(config["alignment.centered"]), config.get("alignment.gaussian")
+        batches = public_batches(local, self.batch_size, "cka_alignment")
 
         def term(step: Step) -> Tensor:
-            if factor is None and kernel is None:  # the server has no usable answer to align to yet
-                return torch.zeros((), device=device)
-            rows, x = next(batches)
-            if factor is not None:
-                cka = linear_cka(x, factor[rows].to(x, non_blocking=True), centered=centered)
+            if (batch := next(batches, None)) is None:
+                return step.loss.new_zeros(())
+            x, target, factored = batch
+            if factored:
+                cka = linear_cka(x, target, centered=centered)
+            elif gaussian:
+                cka = kernel_cka(gaussian_kernel(x), target, centered)
             else:
-                assert kernel is not None
-                target = kernel[rows][:, rows].to(x, non_blocking=True)
-                if bandwidth is not None:
-                    cka = kernel_cka(gaussian_kernel(x, bandwidth), target, centered)
-                else:
-                    cka = linear_cka_to_kernel(x, target, centered=centered)
+                cka = linear_cka_to_kernel(x, target, centered=centered)
             local.log("cka", cka.detach())
             return self.weight * (1.0 - cka)
 

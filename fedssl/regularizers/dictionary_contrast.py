@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fedkernels import nt_xent
 
-from ..aggregators.dictionary import DICTIONARY, check_projector
+from ..aggregators.dictionary import DICTIONARY
 from ..client import LocalRound
-from ..models.model import Model
-from ..objectives.base import Objective, Step
-from .base import Regularizer, StepLoss, require_two_views
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
 
 
 def added_negatives(first: Tensor, second: Tensor, dictionary: Tensor, temperature: float) -> Tensor:
@@ -43,17 +42,13 @@ class DictionaryContrast(Regularizer):
     """
 
     needs_aggregator: ClassVar[str | None] = "dictionary"
+    needs_head: ClassVar[str | None] = "projector"
+    needs_two_views: ClassVar[bool] = True
 
     weight: float = Field(1.0, ge=0, description="factor of the term")
     temperature: float | None = Field(
         None, gt=0, description="divides the cosine similarities (default: the objective's temperature)"
     )
-
-    def check_objective(self, objective: Objective) -> None:
-        require_two_views(self, objective)
-
-    def check_model(self, model: Model) -> None:
-        check_projector(self.name, model)
 
     def start_round(self, local: LocalRound) -> StepLoss:
         dictionary = local.received.tensors.get(DICTIONARY)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..client import LocalRound
 from ..objectives.base import Step
-from ..teacher import TaughtPart, similarity_loss
+from ..teacher import TaughtPart, cosines, similarity_loss
 from .base import Regularizer, StepLoss
 
 
@@ -23,8 +23,8 @@ class DistillationTerm(TaughtPart, Regularizer):
 
     def start_round(self, local: LocalRound) -> StepLoss:
         def term(step: Step) -> Tensor:
-            target = self.teacher_outputs(step.online_views[0])
-            loss = similarity_loss(step.representations[0], target, self.temperature)
+            target = cosines(self.teacher_outputs(step.online_views[0]))
+            loss = similarity_loss(cosines(step.representations[0]), target, self.temperature)
             local.log("distillation_loss", loss.detach())
             return self.weight * loss
 

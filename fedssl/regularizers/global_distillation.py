@@ -11,10 +11,9 @@ from torch import Tensor
 from fedkernels import nt_xent
 
 from ..client import LocalRound
-from ..errors import UserError
-from ..models.model import Model, frozen_copy
-from ..objectives.base import Objective, Step
-from .base import Regularizer, StepLoss, require_two_views
+from ..models.model import frozen_copy
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
 from .relational_distillation import other_images, relational_loss
 
 
@@ -31,17 +30,12 @@ class GlobalDistillation(Regularizer):
     """
 
     needs_global_model: ClassVar[bool] = True
+    needs_head: ClassVar[str | None] = "predictor"
+    needs_two_views: ClassVar[bool] = True
 
     weight: float = Field(1.0, ge=0, description="factor of the two losses")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities")
     batch_size: int = Field(64, ge=2, description="random images of the client a step")
-
-    def check_objective(self, objective: Objective) -> None:
-        require_two_views(self, objective)
-
-    def check_model(self, model: Model) -> None:
-        if "predictor" not in model.online:
-            raise UserError(f"{self.name} trains the predictor, and this objective has none: use fedx")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         unit_rows = local.client.model.unit_rows

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..client import LocalRound
 from ..data.batches import batches_of_epoch, endless_batches
-from ..errors import UserError
 from ..models.model import untouched_running_statistics
-from ..objectives.base import Objective, Step
+from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 
 
@@ -29,13 +28,6 @@ class PublicObjective(Regularizer):
 
     weight: float = Field(1.0, ge=0, description="factor of the term")
     batch_size: int = Field(100, ge=2, description="public images a step")
-
-    def check_objective(self, objective: Objective) -> None:
-        if objective.views != 2:
-            raise UserError(
-                f"{self.name} takes steps on two views of the public images, but objective {objective.name} needs "
-                f"{objective.views}: use byol, simsiam, simclr or moco_v3"
-            )
 
     def start_round(self, local: LocalRound) -> StepLoss:
         assert local.client.public_images is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,8 @@ from torch import Tensor
 
 from ..client import LocalRound
 from ..data.batches import batches_of_epoch, endless_batches
-from ..errors import UserError
-from ..models.model import Model
-from ..objectives.base import Objective, Step
-from .base import Regularizer, StepLoss, require_two_views
+from ..objectives.base import Step
+from .base import Regularizer, StepLoss
 
 
 def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: float) -> Tensor:
@@ -51,16 +50,12 @@ class RelationalDistillation(Regularizer):
     without its weight.
     """
 
+    needs_head: ClassVar[str | None] = "projector"
+    needs_two_views: ClassVar[bool] = True
+
     weight: float = Field(1.0, ge=0, description="factor of the term")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities")
     batch_size: int = Field(64, ge=2, description="random images of the client a step")
-
-    def check_objective(self, objective: Objective) -> None:
-        require_two_views(self, objective)
-
-    def check_model(self, model: Model) -> None:
-        if "projector" not in model.online:
-            raise UserError(f"{self.name} compares projections, and this objective has none: use fedx or simclr")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         model = local.client.model

@@ -10,8 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..errors import UserError
-from ..models.model import Model, frozen_copy
+from ..models.model import frozen_copy
 from ..models.stages import StagedEncoder
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
@@ -41,15 +40,10 @@ class RepresentationAlignment(Regularizer):
 
     needs_global_model: ClassVar[bool] = True
     needs_previous_model: ClassVar[bool] = True
+    needs_head: ClassVar[str | None] = "projector"
 
     weight: float = Field(1.0, ge=0, description="mu, the factor of the term")
     temperature: float = Field(0.5, gt=0, description="tau; divides the cosine similarities")
-
-    def check_model(self, model: Model) -> None:
-        if "projector" not in model.online:
-            raise UserError(
-                f"{self.name} compares projections, and this objective has no projector: use moco_v3, byol or simclr"
-            )
 
     def start_round(self, local: LocalRound) -> StepLoss:
         model, memory = local.client.model, local.client.memory.numbers

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from ..aggregators.representation_mean import FACTOR, KERNEL
 from ..client import LocalRound
 from ..objectives.base import Step
+from ..teacher import cosines, similarity_loss
 from .base import Regularizer, StepLoss
-from .cka_alignment import public_representations
-
-
-def similarity_divergence(similarities: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """Return the mean over i of KL(p_i || q_i), a scalar, from cosine similarities [n, n] and the target's [n, n].
-
-    q_i is the softmax of s_ij / temperature over all j other than i, and p_i that of the target.
-    """
-    n = len(similarities)
-    others = ~torch.eye(n, dtype=torch.bool, device=similarities.device)
-    q = F.log_softmax(similarities[others].view(n, n - 1) / temperature, dim=1)
-    p = F.log_softmax(target[others].view(n, n - 1) / temperature, dim=1)
-    return F.kl_div(q, p, log_target=True, reduction="batchmean")
+from .cka_alignment import public_batches
 
 
 class SimilarityDistillation(Regularizer):
@@ -50,27 +36,21 @@ class SimilarityDistillation(Regularizer):
     temperature: float = Field(0.1, gt=0, description="temperature of both softmaxes")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        received, device = local.received, local.client.model.device
-        centered = bool(received.config["alignment.centered"])
-        factor, kernel = received.tensors.get(FACTOR), received.tensors.get(KERNEL)
-        batches = public_representations(local, self.batch_size, "similarity_distillation")
+        centered = bool(local.received.config["alignment.centered"])
+        batches = public_batches(local, self.batch_size, "similarity_distillation")
 
         def term(step: Step) -> Tensor:
-            if factor is None and kernel is None:  # the server has no usable answer to learn from yet
-                return torch.zeros((), device=device)
-            rows, x = next(batches)
+            if (batch := next(batches, None)) is None:
+                return step.loss.new_zeros(())
+            x, target, factored = batch
             if centered:
                 x = x - x.mean(dim=0)
-            x = F.normalize(x, dim=1)
-            if factor is not None:
-                y = F.normalize(factor[rows].to(x, non_blocking=True), dim=1)
-                target = y @ y.T
+            if factored:
+                target = cosines(target)
             else:
-                assert kernel is not None
-                target = kernel[rows][:, rows].to(x, non_blocking=True)
                 scale = target.diagonal().clamp_min(1e-30).rsqrt()
                 target = target * scale * scale[:, None]
-            divergence = similarity_divergence(x @ x.T, target, self.temperature)
+            divergence = similarity_loss(cosines(x), target, self.temperature)
             local.log("similarity_divergence", divergence.detach())
             return self.weight * divergence
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,6 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..errors import UserError
-from ..models.model import Model
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 from .uniformity import sphere_samples
@@ -70,18 +68,15 @@ class SlicedUniformity(Regularizer):
     `sliced_distance`: the sum above, or the mean, as the mean over the views.
     """
 
+    needs_head: ClassVar[str | None] = "projector"
+
     weight: float = Field(0.01, ge=0, description="factor of the distances")
     directions: int = Field(6, ge=1, description="directions in each tangent space")
-    tangent_spaces: int | None = Field(None, ge=1, description="tangent spaces a step (default: one an image)")
     scale: Literal["released", "mean"] = Field(
         "released",
         description="released: a sum over the tangent spaces, divided by 6, along Gaussian directions; mean: their "
         "mean, along unit directions",
     )
-
-    def check_model(self, model: Model) -> None:
-        if "projector" not in model.online:
-            raise UserError("sliced_uniformity works on the projector's output, and this objective has no projector")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         generator = local.device_generator("sliced_uniformity")
@@ -89,10 +84,9 @@ class SlicedUniformity(Regularizer):
         def term(step: Step) -> Tensor:
             z = F.normalize(torch.stack(step.projections).float(), dim=-1)
             _, rows, features = z.shape
-            spaces = self.tangent_spaces or rows
             samples = sphere_samples(rows, features, generator)
-            base = sphere_samples(spaces, features, generator)
-            direction = torch.randn(spaces, self.directions, features, generator=generator, device=generator.device)
+            base = sphere_samples(rows, features, generator)
+            direction = torch.randn(rows, self.directions, features, generator=generator, device=generator.device)
             if self.scale == "mean":
                 along_base = (direction * base.unsqueeze(1)).sum(-1, keepdim=True)
                 direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)

@@ -14,7 +14,8 @@ from ..errors import UserError
 from ..evaluation.metrics import DOWNSTREAM, EVALUATED, METRICS, OF_ARCHITECTURE
 from ..options import Options, explain_errors
 from ..recipe.overrides import part_name, read_values, recipe_names
-from ..recipe.reading import complete_recipe, refuse_code
+from ..recipe.presets import apply_preset
+from ..recipe.reading import parse_recipe, refuse_code
 from ..recipe.recipe import Recipe
 from ..untrusted import NAME_PATTERN, PART_KEYS, TEXT_PATTERN, own_parts
 
@@ -247,7 +248,8 @@ def cell_recipe(
                 raise UserError("the row has an oracle, but none of its aggregators has target oracle: add it there")
             values["aggregators"] = [part | target if part.get("target") == "oracle" else part for part in parts]
         name = f"{row.label} ({scenario.label})" if scenario and scenario.label else row.label
-        return complete_recipe(values | {"name": name, "seed": seed}, overrides, source=row.recipe)
+        filled = apply_preset(values | {"name": name, "seed": seed}, overrides, row.recipe)
+        return parse_recipe(filled.values, row.recipe)
     except UserError as error:
         raise UserError(f"row {row.label!r}: {error}") from error
 

@@ -193,30 +193,6 @@ def test_the_gradient_norm_is_that_of_the_last_step(most_steps, tiny, monkeypatc
     assert len(set(norms)) == len(norms) > 1
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("fedx", "small_vit"), ("byol", "small_convnet")])
-def test_views_pass_through_a_network_in_one_call_if_asked(name, architecture, tiny):
-    """Without BatchNorm, as in FedX's networks with a transformer, nothing else changes."""
-    losses, sizes = [], []
-    objective = {"name": name} | ({} if name == "fedx" else {"hidden_features": 16, "output_features": 8})
-    for join in (False, True):
-        training = {"local_epochs": 1, "batch_size": 8, "join_views": join}
-        recipe = tiny(**AVERAGED, architectures=[architecture], objective=objective, training=training)
-        client = build_federation(recipe).client(0, Message())
-        seen: list[int] = []
-        for network in (*client.model.online.values(), *client.model.target.values()):
-            network.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(len(inputs[0])))
-        local = LocalRound(client, Message(), 1, 0, recipe.objective, recipe.augmentation)
-        train_locally(local, recipe.training, [], rounds=1, most_steps=2)
-        losses.append(local.logged()["loss"])
-        sizes.append(seen)
-    assert len(sizes[1]) == len(sizes[0]) / 2
-    assert [set(seen) for seen in sizes] == [{8}, {16}]
-    if name == "fedx":
-        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    else:
-        assert 1e-4 < abs(losses[1] - losses[0]) < 0.3
-
-
 # The learning rate in each round
 
 #: cos^2(pi (r - 1) / 8), r the round: full at first, half in the middle, and not yet 0 in the last

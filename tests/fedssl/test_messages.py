@@ -110,7 +110,6 @@ def test_int8_has_a_scale_for_each_matrix():
 
 #: of the bytes of float32; numbers, metrics and integers travel as they are, and with int8 vectors and scales
 SHARES = {"bfloat16": 0.53, "int8": 0.31}
-KERNEL = {"aggregators": [{"name": "representation_mean", "send": "kernel"}]}
 DICTIONARY = {
     "objective": {"name": "simclr", "hidden_features": 32, "output_features": 16},
     "aggregators": ["weighted_mean", {"name": "dictionary"}],
@@ -118,8 +117,8 @@ DICTIONARY = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights": ("int8", AVERAGED),
     "layers": ("bfloat16", LW_FEDSSL),
-    "factors": ("int8", ALIGNED),
-    "kernels": ("bfloat16", ALIGNED | KERNEL | {"architectures": ["small_convnet"]}),
+    "factors": ("int8", ALIGNED | {"data": {"name": "digits", "train_limit": 150, "public_holdout": 60}}),
+    "kernels": ("bfloat16", ALIGNED | {"architectures": ["small_convnet"]}),
     "dictionary": ("bfloat16", AVERAGED | DICTIONARY),
 }
 

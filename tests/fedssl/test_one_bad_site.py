@@ -207,7 +207,7 @@ STATISTICS: dict[str, tuple[Attack, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("part", ["weighted_mean", "eua", "l_dawa", "mgda"])
+@pytest.mark.parametrize("part", ["weighted_mean", "eua", "l_dawa"])
 @pytest.mark.parametrize("name", STATISTICS)
 def test_no_site_moves_a_running_statistic_beyond_the_others(name, part, five, without, tiny):
     """At sites the statistics are the median; elsewhere those that are far off do not count."""

@@ -73,7 +73,7 @@ def test_an_epoch_of_steps_does_not_wait(method, precision, tiny):
 
 #: Operations of a step of FedBYOL, its views included. Before one operator made the views, and optimisers and target
 #: networks worked on lists of tensors, they were 885, and the host waited for several of them. Half of them is 442.
-OPERATIONS = [({}, 385), ({"precision": "bfloat16"}, 453), ({"join_views": True}, 244)]
+OPERATIONS = [({}, 385), ({"precision": "bfloat16"}, 453)]
 
 
 @pytest.mark.parametrize(("options", "most"), OPERATIONS)

@@ -20,7 +20,7 @@ from fedssl.recipe.reading import load_recipe, load_stored_recipe
 from fedssl.recipe.rules import check_parts
 from fedssl.reports.cost import estimate
 from fedssl.run_folder.directory import RunDirectory
-from fedssl.teacher import _loaded, similarity_loss
+from fedssl.teacher import _loaded, cosines, similarity_loss
 from fedssl.training import STEP_COSTS
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from tests.fedssl.rounds_in_memory import train_rounds
@@ -41,10 +41,14 @@ def similarities(student, teacher, temperature=0.5):
 def test_similarities_equal_the_definition_and_their_gradients_finite_differences():
     torch.manual_seed(0)
     student, teacher = (torch.randn(5, d, dtype=torch.float64) for d in (3, 4))
-    assert float(similarity_loss(student, teacher, 0.5)) == pytest.approx(similarities(student, teacher), rel=1e-12)
-    assert float(similarity_loss(3 * teacher, teacher, 0.1)) == pytest.approx(0, abs=1e-12)
-    assert float(similarity_loss(student[:1], teacher[:1], 0.5)) == 0
-    assert torch.autograd.gradcheck(lambda x: similarity_loss(x, teacher, 0.5), student.requires_grad_())
+
+    def loss(one: torch.Tensor, other: torch.Tensor, temperature: float = 0.5) -> torch.Tensor:
+        return similarity_loss(cosines(one), cosines(other), temperature)
+
+    assert float(loss(student, teacher)) == pytest.approx(similarities(student, teacher), rel=1e-12)
+    assert float(loss(3 * teacher, teacher, 0.1)) == pytest.approx(0, abs=1e-12)
+    assert float(loss(student[:1], teacher[:1])) == 0
+    assert torch.autograd.gradcheck(lambda x: loss(x, teacher), student.requires_grad_())
 
 
 @pytest.mark.parametrize(("loss", "layers"), [("features", 1), ("features", 2), ("similarities", 1)])
@@ -54,7 +58,8 @@ def test_a_step_compares_the_networks_on_one_view_and_the_teacher_is_in_no_state
     federation = build_federation(noisy(**AVERAGED, objective=part, regularizers=[PART | options | {"weight": 3}]))
     model = federation.new_model(None).eval()
     step = federation.method.objective.step(model, (VIEW,), torch.zeros(6))
-    outputs, target = model.represent(VIEW).detach().double(), frozen_encoder(str(teacher), (1, 8, 8))(VIEW).double()
+    outputs = model.represent(VIEW).detach().double()
+    target = frozen_encoder(str(teacher), (1, 8, 8), "teacher")(VIEW).double()
     expected = similarities(outputs, target)
     if loss == "features":
         expected = float(1 - ((outputs * target).sum(1) / outputs.norm(dim=1) / target.norm(dim=1)).mean())
@@ -114,7 +119,7 @@ def test_wrong_teachers_are_refused_by_name(noisy, finished, teacher, tmp_path):
 def test_a_teacher_of_timm_keeps_its_own_stem_and_a_path_starts_at_the_recipe(monkeypatch, tmp_path):
     given = timm.create_model("resnet10t", num_classes=0).state_dict()
     monkeypatch.setattr(weights, "_from_timm", lambda name: given)
-    network = frozen_encoder("timm:resnet10t", (3, 32, 32))
+    network = frozen_encoder("timm:resnet10t", (3, 32, 32), "teacher")
     assert all(torch.equal(tensor, given[name]) for name, tensor in network.state_dict().items())
     assert not any(p.requires_grad for p in network.parameters())
     assert not network.training

@@ -16,7 +16,6 @@ _WEIGHTS = ("weights", "weights")
 TRAVELS = {
     "weighted_mean": _WEIGHTS,
     "eua": _WEIGHTS,
-    "mgda": _WEIGHTS,
     "l_dawa": _WEIGHTS,
     "trimmed_mean": _WEIGHTS,
     "representation_mean": ("representations of public images", "the mean of their kernels"),

@@ -36,7 +36,7 @@ METHODS = {
         "aggregators": ["weighted_mean", "representation_mean"],
         "local_update": "replace",
     },
-    "in memory": AVERAGED | SMALL | {"client_states": "memory"},
+    "averaged": AVERAGED | SMALL,
 }
 
 

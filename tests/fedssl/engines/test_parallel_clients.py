@@ -22,8 +22,7 @@ from tests.fedssl.killed_runs import Killed, KilledIn
 METHODS: dict[str, dict[str, Any]] = {
     "fedbyol": AVERAGED,
     "hetero_ssfl": ALIGNED,
-    "fedu2": FEDU2
-    | {"client_states": "memory", "training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}},
+    "fedu2": FEDU2 | {"training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}},
     "lw_fedssl": LW_FEDSSL,
 }
 #: three of four clients a round on two workers: a worker gets clients that it has not had before

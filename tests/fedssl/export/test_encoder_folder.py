@@ -1,4 +1,4 @@
-"""Exports give the run's features in a process without fedssl, and as ONNX, TorchScript and torch.export files."""
+"""Exports give the run's features in a process without fedssl, and as ONNX and torch.export files."""
 
 import json
 import os
@@ -135,7 +135,7 @@ def test_a_clients_own_model(tmp_path):
 
 
 def test_a_client_that_stopped_before_the_last_stage_is_refused(tmp_path):
-    run, _ = finished_run(tmp_path, **(LW_FEDSSL | {"client_states": "disk"}))
+    run, _ = finished_run(tmp_path, **LW_FEDSSL)
     directory = RunDirectory.open(run)
     state = directory.client_state(1)
     directory.write_client(1, 1, state)
@@ -246,14 +246,14 @@ def run_file(path, pixels):
         session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
         return torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
     with torch.no_grad():
-        return torch.export.load(str(path)).module()(pixels) if path.suffix == ".pt2" else torch.jit.load(path)(pixels)
+        return torch.export.load(str(path)).module()(pixels)
 
 
 @pytest.mark.parametrize(
     ("architecture", "formats"),
     [
         ("small_convnet", list(FILES)),
-        ("small_vit", ["torchscript", "torch-export"]),
+        ("small_vit", ["torch-export"]),
         pytest.param("small_vit", list(FILES), marks=pytest.mark.nightly),
     ],
 )
@@ -271,11 +271,11 @@ def test_every_format_gives_the_features_for_any_number_of_images(tmp_path, arch
 
 
 def test_a_file_with_other_features_and_a_missing_package_leave_nothing(run, tmp_path, monkeypatch):
-    write = compiled_formats._write_torchscript
-    monkeypatch.setattr(compiled_formats, "_write_torchscript", lambda *arguments: write(*arguments) + 0.01)
+    write = compiled_formats._write_torch_export
+    monkeypatch.setattr(compiled_formats, "_write_torch_export", lambda *arguments: write(*arguments) + 0.01)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     for name, says in {
-        "torchscript": r"encoder.torchscript.pt gives other features than the encoder",
+        "torch-export": r"encoder.pt2 gives other features than the encoder",
         "onnx": r"--onnx needs the packages onnx and onnxscript.*fedssl\[export\]",
     }.items():
         with pytest.raises(UserError, match=says):

@@ -167,9 +167,9 @@ def test_two_rounds_are_the_steps_of_one_optimizer_whose_state_stays_with_the_cl
     assert any(not torch.equal(tensor, state[name]) for name, tensor in renewed.items())
 
 
-@pytest.mark.parametrize(("optimizer", "place"), [("sgd", "disk"), ("adamw", "memory")])
-def test_killed_and_resumed_it_ends_alike(optimizer, place, tiny, tmp_path):
-    recipe = tiny(**KEPT, rounds=3, training=training(optimizer), client_states=place)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_killed_and_resumed_it_ends_alike(optimizer, tiny, tmp_path):
+    recipe = tiny(**KEPT, rounds=3, training=training(optimizer))
     run(recipe, tmp_path / "straight")
     assert contents(killed_and_resumed(recipe, tmp_path / "killed")) == contents(tmp_path / "straight")
 

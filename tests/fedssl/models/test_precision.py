@@ -2,7 +2,6 @@
 
 import copy
 import re
-import warnings
 from typing import Any, get_args
 
 import pytest
@@ -151,29 +150,11 @@ def test_a_failed_forward_pass_leaves_no_autocast(noisy):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize(("name", "instead"), [("float16", "bfloat16"), ("tf32", "float32")])
-def test_some_precisions_need_cuda(name, instead, noisy):
-    message = rf"training\.precision {name} needs a CUDA device, got device cpu: use training\.precision={instead}$"
+def test_float16_needs_cuda(noisy):
+    message = r"training\.precision float16 needs a CUDA device, got device cpu: use training\.precision=bfloat16$"
     with pytest.raises(UserError, match=message):
-        build_federation(training(noisy, precision=name))
-    check_precision(name, torch.device("cuda"))
-
-
-@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
-def test_tf32_is_allowed_in_training_alone(before, noisy):
-    """torch raises an error where its older setting disagrees, so both are read."""
-    model, matmul = build_federation(noisy()).new_model(0), torch.backends.cuda.matmul
-    try:
-        matmul.allow_tf32 = before == "tf32"
-        matmul.fp32_precision = before
-        for name in ("float32", "tf32"):
-            with networks_compute_in(model, name):
-                allowed = matmul.fp32_precision, matmul.allow_tf32
-            assert allowed == (("tf32", True) if name == "tf32" else (before, before == "tf32"))
-            assert (matmul.fp32_precision, matmul.allow_tf32) == (before, before == "tf32")
-    finally:
-        matmul.allow_tf32 = False
-        matmul.fp32_precision = "none"
+        build_federation(training(noisy, precision="float16"))
+    check_precision("float16", torch.device("cuda"))
 
 
 def test_contrastive_losses_take_shorter_rows_on_cuda_alone():
@@ -202,16 +183,3 @@ def test_contrastive_losses_of_rounded_rows_are_float32s_but_for_rounding(name, 
     assert 0 < abs(rounded.logged()["loss"] / exact.logged()["loss"] - 1) < 1e-3
     one, other = (torch.cat([g.flatten() for g in of.values()]) for of in (gradients, exact_gradients))
     assert torch.cosine_similarity(one, other, dim=0) > 0.999
-
-
-def test_a_processor_on_which_bfloat16_is_slow_is_named_once(monkeypatch):
-    precision._warn_of_slow_bfloat16.cache_clear()
-    monkeypatch.setattr(precision, "_cpu_multiplies_bfloat16", lambda: False)
-    with pytest.warns(UserWarning, match="neither AVX512-BF16 nor AMX"):
-        check_precision("bfloat16", CPU)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_precision("bfloat16", CPU)
-        check_precision("bfloat16", torch.device("cuda"))
-        check_precision("float32", CPU)
-    precision._warn_of_slow_bfloat16.cache_clear()

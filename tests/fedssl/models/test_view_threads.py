@@ -201,11 +201,10 @@ def test_an_error_of_the_second_view_is_raised_and_nothing_is_left_changed(noisy
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: setattr(model, "joins_views", True),
         lambda model: model.online["projector"].append(nn.Dropout(0.5)),
         lambda model: setattr(model.online["projector"][1], "momentum", None),  # a mean over all batches
     ],
-    ids=["joined", "random", "cumulative"],
+    ids=["random", "cumulative"],
 )
 def test_views_pass_one_after_the_other_where_the_result_would_depend_on_it(change, noisy, two_threads, seen):
     model, views = model_and_views(noisy)

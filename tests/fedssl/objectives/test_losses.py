@@ -176,8 +176,6 @@ def test_supervised_training_is_cropped_a_little_and_mirrored_as_the_recipe_says
     views, _ = mild.views(constant, torch.arange(30), ViewKey(0))
     torch.testing.assert_close(views, normalize(constant))
     for objective, kept in (
-        (Supervised(mild_augmentation=False), RandomViews(**hard)),
-        (MAE(crop_and_flip_only=False), RandomViews(**hard)),
         (Supervised(), OwnViews(**hard)),
         (BYOL(), RandomViews(**hard)),
     ):

@@ -120,10 +120,6 @@ def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part
         ({"partition": {"name": "iid", "clients": 120, "min_samples": 1}}, "client 0 has 1 image, fewer than"),
         (ALIGNED | {"aggregators": [{"name": "representation_mean", "weights": [1, 2]}]}, "2 entries for 3 clients"),
         (ALIGNED | {"aggregators": [{"name": "representation_mean", "weights": [1, -2, 3]}]}, "non-negative"),
-        (
-            ALIGNED | {"aggregators": [{"name": "representation_mean", "target": "untrained", "renew_every": 3}]},
-            "renew_every is 3, but kernels of target untrained are never renewed",
-        ),
         (ALIGNED | {"aggregators": [{"name": "representation_mean", "weights": [0, 0, 0]}]}, "positive sum"),
         ({"data": {"name": "npz", "path": "nowhere.npz"}}, "nowhere.npz"),
         ({"partition": {"name": "disjoint_classes", "clients": 11}}, "the data have only 10; lower partition.clients"),

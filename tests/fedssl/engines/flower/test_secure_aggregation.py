@@ -310,7 +310,7 @@ def test_a_server_that_does_not_ask_for_masks_gets_nothing(quick, tmp_path, monk
 
 TAKEN = ["fedbyol", "feddecorr", "fedema", "fedmoco_v3", "fedsimclr", "fedsimsiam", "fedu", "fedu2_without_eua"]
 TAKEN += ["fedx", "lw_fedssl", "prog_fedssl", "supervised_fedavg"]
-OWN_RULE = {"fedu2": "eua", "fedu2_without_fur": "eua", "fedu2_released": "mgda", "l_dawa": "l_dawa"}
+OWN_RULE = {"fedu2": "eua", "fedu2_without_fur": "eua", "fedu2_released": "eua", "l_dawa": "l_dawa"}
 NO_WEIGHTS = {
     "hetero_ssfl": r"aggregators.0 representation_mean has clients send something else",
     "fedca": r"aggregators.1 dictionary has clients send something else",
