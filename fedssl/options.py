@@ -8,10 +8,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from .errors import UserError
+from .errors import UserError, explained
 from .untrusted import MOST_BYTES, NAME_PATTERN, TEXT_PATTERN, expand_home, parse_yaml, read_regular_file, scalar_text
 
 _LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
@@ -49,6 +49,15 @@ class Options(BaseModel):
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return values
 
+    @field_validator("*")
+    @classmethod
+    def _moderate(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse numbers with which torch, which counts in 64 bits and computes in float32, could do nothing."""
+        for kind, most in ((int, 2**31 - 1), (float, 1e38)):
+            if isinstance(value, kind) and abs(value) > most and info.field_name != "seed":
+                raise PydanticCustomError("moderate", f"input should be at most {most!r} in magnitude")
+        return value
+
 
 _Model = TypeVar("_Model", bound=Options)
 
@@ -60,12 +69,8 @@ def read_options(path: str | Path, model: type[_Model], kind: str, hint: str) ->
         UserError: the file cannot be read, can be written by other users, is not YAML, or has a wrong key or value.
     """
     path = expand_home(path)
-    try:
+    with explained(f"{kind} {path} cannot be read", f"; {hint}"):
         text = read_regular_file(path, MOST_BYTES, own=True).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        advice = f"; {hint}" if isinstance(error, FileNotFoundError) else ""
-        raise UserError(f"{kind} {path} cannot be read: {reason}{advice}") from error
     values = parse_yaml(text, f"{kind} {path}")
     if not isinstance(values, dict):
         keys = ", ".join(model.model_fields)
@@ -169,14 +174,8 @@ def _fields_at(model: type[Options], location: list[str]) -> list[str]:
             continue
         if len(current) == 1:
             field = current[0].model_fields.get(key)
-            current = _models_in(field.annotation) if field else []
+            found = _types_in(field.annotation) if field else set()
+            current = [one for one in found if isinstance(one, type) and issubclass(one, Options)]
         else:
             current = [c for c in current if key in get_args(c.model_fields["name"].annotation)]
     return [name for name, field in current[0].model_fields.items() if not field.exclude] if len(current) == 1 else []
-
-
-def _models_in(annotation: Any) -> list[type[Options]]:
-    """Return the option models that a type admits: itself, or those of a union."""
-    if isinstance(annotation, type) and issubclass(annotation, Options):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models_in(inner)]

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 from rich.console import Console
 from typer import Exit, Option, Typer
 
-from ..errors import UserError, installed_distribution
+from ..errors import UserError, installed_distribution, memory_sentence
 from ..untrusted import printable
 from . import across_machines
 from .console import console
@@ -78,6 +78,10 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:  # of the machine, such as a full disk, where no code before could say more
         _end_with(f"{error.filename or 'the output'} cannot be read or written: {error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        if sentence := memory_sentence(error):
+            _end_with(sentence)
+        raise
 
 
 def _end_with(message: str) -> NoReturn:

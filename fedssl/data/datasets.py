@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..untrusted import printable
-from .files import composed, expanded, first_line, kind_of, list_files, listed, notify_of_left_out
+from .files import composed, expanded, kind_of, list_files, notify_of_left_out
 from .image_kinds import SMALLEST_SIDE
-from .npz import NpzArchive
+from .labels import tell_of_labels
+from .npz import images_in
 from .options import SOURCES, DataOptions
-from .pixels import Window, channels_first, resize, to_uint8
+from .pixels import Window, channels_first, resize
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import Images, decode_images, images_of_rows
 
@@ -88,6 +89,7 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     """
     load: Callable[[DataOptions], Splits] = pkgutil.resolve_name(f"{__package__}.{SOURCES[options.name].loader}")
     splits = load(options)
+    tell_of_labels(splits)
     if options.window == "percentiles":
         options = options.model_copy(update={"window": splits.window})
     train, test = (_resized(split, options.image_size) for split in (splits.train, splits.test))
@@ -151,16 +153,11 @@ def load_torchvision_set(options: DataOptions) -> Splits:
     root = expanded(options.path or Path("~/.cache/fedssl"), "data.path")
     assert source.torchvision is not None
     read = getattr(datasets, source.torchvision)
-    try:
+    problem = f"could not be downloaded to {root}" if options.download else f"is not complete under {root}"
+    with explained(
+        f"{name} {problem}", "; set data.download=true to fetch it, or data.path to the folder that holds it"
+    ):
         train, test = (read(root, **split, download=options.download) for split in source.split_arguments)
-    except (RuntimeError, OSError, ValueError, AssertionError) as error:
-        problem = f"is not complete under {root}; set data.download=true to fetch it, or data.path to the folder that"
-        if options.download:
-            problem = (
-                f"could not be downloaded to {root} ({first_line(error)}); check the network and the disk, or set "
-                "data.path to a folder that"
-            )
-        raise UserError(f"{name} {problem} holds it") from error
 
     def to_images(split: Any) -> LabelledImages:
         labels = split.targets if hasattr(split, "targets") else split.labels
@@ -201,7 +198,7 @@ def _require_usable_shapes(train: LabelledImages, **others: LabelledImages | Non
 
 
 def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
-    """Read `public_path` as uint8 [n, *shape]; gray images become RGB where the training images are in colour.
+    """Read `public_path` as uint8 [n, *shape]; gray images and colours become what the training images are.
 
     Other numbers of channels must be those of the training images.
     """
@@ -221,34 +218,13 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
             raise UserError(
                 f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
             )
-        images = decode_images(sorted(files), options, height, width, in_memory=True)[0][:]
+        asked_for = options.model_copy(update={"channels": channels})
+        images = decode_images(sorted(files), asked_for, height, width, in_memory=True)[0][:]
     else:
-        images = _public_array(path, options)
-    if images.shape[1] != channels and (images.shape[1], channels) != (1, 3):
-        kinds = [
-            {1: "gray", 3: "in colour"}.get(count, f"of {count} channels") for count in (images.shape[1], channels)
-        ]
-        raise UserError(
-            f"the public images of {printable(path)} are {kinds[0]} but the training images are {kinds[1]}; "
-            "convert them, or set data.public_holdout instead of data.public_path"
-        )
+        (images,) = images_in(path, _PUBLIC_KEYS, options.window, channels, most=1).values()
     if images.shape[2:] != (height, width):
         images = resize(images, height, width)
-    return images.expand(-1, channels, -1, -1).contiguous()
-
-
-def _public_array(path: Path, options: DataOptions) -> Tensor:
-    with NpzArchive(path) as archive:
-        only_key = archive.names if len(archive.names) == 1 else []
-        keys = [key for key in _PUBLIC_KEYS if key in archive.names] or only_key
-        if not keys:
-            raise UserError(
-                f"{printable(path)} has the arrays {listed(archive.names)}; expected one of {', '.join(_PUBLIC_KEYS)}, "
-                "or a single array"
-            )
-        array = archive.read(keys[:1])[keys[0]]
-    name = f"{printable(keys[0])} in {printable(path)}"
-    return channels_first(to_uint8({name: array}, options.window, options.channels)[name], name, options.channels)
+    return images
 
 
 def _hold_out(train: LabelledImages, count: int, seed: int) -> tuple[Tensor, LabelledImages]:

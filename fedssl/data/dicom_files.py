@@ -20,11 +20,10 @@ from .image_kinds import BrokenImageError, ImageKind, require_size
 from .pixels import Window, apply_window
 
 _GROUPS = ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence")
-_BLOCK = 2**20  # bytes
 _MOST_UNPACKED = 2**29  # bytes of a deflated file: three times the largest image of 16 bits that is read
 _WHOLE_TABLE = 65536  # entries, which a lookup table writes as 0
-_NEEDED = ("Columns", "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated")
-_JPEG_LS = ("1.2.840.10008.1.2.4.80", "1.2.840.10008.1.2.4.81")
+_NEEDED = ("Rows", "Columns", "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated")
+_LOSSY_JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51")  # decoders give no more bytes than these need
 
 
 def dicom_kind(file: Path) -> ImageKind:
@@ -94,11 +93,9 @@ def _require_bounded(file: Path) -> None:
         read_preamble(stream, force=False)
         if _read_file_meta_info(stream).get("TransferSyntaxUID") != DeflatedExplicitVRLittleEndian:
             return
-        unpacker, size = zlib.decompressobj(-zlib.MAX_WBITS), 0
-        while not unpacker.eof and (block := unpacker.unconsumed_tail or stream.read(_BLOCK)):
-            size += len(unpacker.decompress(block, _BLOCK))
-            if size > _MOST_UNPACKED:
-                raise BrokenImageError(f"it unpacks to more than {_MOST_UNPACKED:,} bytes: store it uncompressed")
+        unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+        if len(unpacker.decompress(stream.read(), _MOST_UNPACKED + 1)) > _MOST_UNPACKED:
+            raise BrokenImageError(f"it unpacks to more than {_MOST_UNPACKED:,} bytes: store it uncompressed")
 
 
 def _kind(stored: Any) -> ImageKind:
@@ -106,9 +103,11 @@ def _kind(stored: Any) -> ImageKind:
         kind = stored.get("SOPClassUID") or stored.file_meta.get("MediaStorageSOPClassUID")
         what = printable(kind.name) if kind else "of no class, or cut"
         raise BrokenImageError(f"a DICOM object without pixels: {what}")
-    missing = [name for name in _NEEDED if stored.get(name) in (None, "")]
-    if missing or "TransferSyntaxUID" not in stored.file_meta:
-        raise BrokenImageError(f"its element {', '.join(missing) or 'TransferSyntaxUID'} is missing; export it again")
+    wrong = [name for name in _NEEDED if not (isinstance(stored.get(name), (int, str)) and stored.get(name))]
+    wrong += ["BitsStored"] if stored.get("BitsStored") == 0 else []
+    wrong += [] if "TransferSyntaxUID" in stored.file_meta else ["TransferSyntaxUID"]
+    if wrong:
+        raise BrokenImageError(f"its element {', '.join(wrong)} is missing, 0 or a list; export it again")
     require_size(int(stored.Columns), int(stored.Rows))
     interpretation = str(stored.PhotometricInterpretation)
     bits = stored.get("BitsStored")  # missing where the pixels are floats
@@ -191,8 +190,6 @@ def _decoder(stored: Any, file: Path) -> Any:
     able, command = decoder.is_available, install_command("dicom")
     if syntax == JPEGExtended12Bit and stored.get("BitsStored") != 8:  # more than Pillow and GDCM read
         able, command = "pylibjpeg" in decoder.available_plugins, "pip install pylibjpeg pylibjpeg-libjpeg"
-    if syntax in _JPEG_LS and stored.get("BitsStored") in (6, 7):  # which GDCM does not read
-        able = able and decoder.available_plugins != ("gdcm",)
     if not able:
         raise UserError(f"{printable(file)} is compressed as {syntax.name}, which needs a decoder: {command}")
     return decoder
@@ -205,12 +202,12 @@ def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
     decoder, syntax = _decoder(stored, file), stored.file_meta.TransferSyntaxUID
     options: dict[str, Any] = {}
     unused = 0
-    if syntax.is_encapsulated and syntax != RLELossless:
-        options = _of_codestream(stored)
-    elif stored.get("BitsStored") is not None:
-        unused = max(0, int(stored.get("HighBit") or 0) + 1 - int(stored.BitsStored))
-        options["bits_stored"] = int(stored.BitsStored) + unused  # pydicom drops the bits above these
     try:
+        if syntax.is_encapsulated and syntax != RLELossless:
+            options = _of_codestream(stored)
+        elif stored.get("BitsStored") is not None:
+            unused = max(0, int(stored.get("HighBit") or 0) + 1 - int(stored.BitsStored))
+            options["bits_stored"] = int(stored.BitsStored) + unused  # pydicom drops the bits above these
         pixels, properties = decoder.as_array(stored, index=0, **options)
     except RuntimeError as error:
         lines = str(error).splitlines()
@@ -218,6 +215,8 @@ def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
         missing = ", ".join(name.replace(" - ", ", which ") for name in decoder.missing_dependencies)
         more = f"; not installed: {missing}" if missing else ""
         raise BrokenImageError(f"it cannot be decoded ({reason}){more}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BrokenImageError(f"its header does not suit its pixels ({first_line(error)}); export it again") from error
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
         raise BrokenImageError("pixels that are NaN or infinite")
     return pixels >> unused if unused else pixels, str(properties["photometric_interpretation"])
@@ -238,10 +237,12 @@ def _of_codestream(stored: Any) -> dict[str, Any]:
         return options
     size, said = (found.width, found.height), (int(stored.Columns), int(stored.Rows))
     samples, allocated = int(stored.SamplesPerPixel), int(stored.BitsAllocated)
-    if size != said or found.samples != samples or found.bits > allocated:
+    wider = stored.file_meta.TransferSyntaxUID in _LOSSY_JPEG and allocated >= found.bits + 8
+    if size != said or found.samples != samples or found.bits > allocated or wider:
         raise BrokenImageError(
-            f"its header says {said[0]} x {said[1]} pixels with {samples} x {allocated} bits, its compressed data "
-            f"{size[0]} x {size[1]} with {found.samples} x {found.bits}; export it again"
+            f"its header says {said[0]} x {said[1]} pixels with {samples} x {allocated} bits (Columns, Rows, "
+            f"SamplesPerPixel, BitsAllocated), its compressed data {size[0]} x {size[1]} with {found.samples} x "
+            f"{found.bits}; export it again"
         )
     if found.transformed:
         options["photometric_interpretation"] = "RGB"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import explained
 from ..untrusted import read_regular_file
 from .datasets import Dataset
 from .stored_images import Images, rows_in_place
@@ -68,13 +68,12 @@ def digests_text(digests: Digests) -> str:
 
 def read_digests(folder: Path) -> Digests | None:
     """Return the digests in a folder; None if it holds none. Raise UserError if their file cannot be read."""
-    try:
-        stored = json.loads(read_regular_file(folder / DATA_DIGESTS))
-        return {name: (int(images), digest) for name, (images, digest) in stored.items()}
-    except FileNotFoundError:
+    file = folder / DATA_DIGESTS
+    if not file.exists():
         return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / DATA_DIGESTS} cannot be read ({error}); put back what the run wrote") from error
+    with explained(f"{file} cannot be read", "; put back what the run wrote"):
+        stored = json.loads(read_regular_file(file))
+        return {name: (int(images), digest) for name, (images, digest) in stored.items()}
 
 
 def differences(before: Digests, now: Digests) -> dict[str, str]:

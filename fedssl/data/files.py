@@ -4,7 +4,7 @@ import logging
 import os
 import stat
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,21 @@ _RESULTS = (
     ("config.json", "model.safetensors"),
 )
 
+# What makes images of other files, by how their names end; the first ending counts, so that .nii.gz is no archive.
+_REMEDIES = {
+    (".nii", ".nii.gz", ".mha", ".mhd", ".nrrd"): "save each slice of a volume as a TIFF or .npy file, with SimpleITK",
+    (".svs", ".ndpi", ".mrxs", ".czi", ".vsi"): "cut slides into tiles: vips dzsave SLIDE tiles --suffix .png",
+    (".heic", ".heif", ".avif", ".jxl", ".jp2"): "convert photos with ImageMagick: magick mogrify -format png PHOTOS",
+    (".mp4", ".mov", ".avi", ".mkv", ".mpg"): "save the frames of a video: ffmpeg -i VIDEO frames/%06d.png",
+    (".npz",): "set data.name=npz and data.path to an .npz file",
+    (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar"): "unpack archives",
+    (".h5", ".hdf5"): "read arrays with h5py and save them by numpy.savez_compressed, for data.name=npz",
+    (".parquet", ".arrow", ".tfrecord"): "save the image of each row as a file, and the labels as a CSV file",
+}
+
+_MASKS = ("mask", "masks", "label", "labels", "annotation", "annotations", "segmentation", "segmentations")
+_IMAGES = ("image", "images", "img", "imgs")
+
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("test", "testing"), "test"),
@@ -58,6 +73,12 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 300 characters; its type where the message is empty."""
     lines = str(error).splitlines()
     return printable(lines[0][:300]) if lines else type(error).__name__
+
+
+def remedy(paths: Iterable[Path]) -> str:
+    """Return what makes images of files that are none, each after a semicolon; empty where their kinds are unknown."""
+    kinds = {next((ends for ends in _REMEDIES if path.name.lower().endswith(ends)), None) for path in paths}
+    return "".join(f"; {text}" for ends, text in _REMEDIES.items() if ends in kinds)
 
 
 def composed(text: str) -> str:
@@ -99,11 +120,16 @@ def is_dicom(file: Path) -> bool:
         return False
     if file.name.lower().endswith(DICOM_SUFFIXES):
         return True
+    return first_bytes(file, 132)[128:] == b"DICM"
+
+
+def first_bytes(file: Path, count: int) -> bytes:
+    """Return the bytes with which a file begins; none where it cannot be read."""
     try:
         with open(file, "rb") as stream:
-            return stream.read(132)[128:] == b"DICM"
+            return stream.read(count)
     except OSError:
-        return False
+        return b""
 
 
 def list_files(folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]]:
@@ -203,7 +229,20 @@ def notify_of_left_out(others: list[Path], root: Path, expected: str = "") -> No
         kinds = ", ".join(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES)
         what = "1 file is" if len(others) == 1 else f"{len(others):,} files are"
         where = f", and each must be {expected}" if expected else ""
-        notify(f"{what} left out of {printable(root)}: {listed(names, most=5)}; images end with {kinds}{where}")
+        shown = listed(names, most=5)
+        notify(f"{what} left out of {printable(root)}: {shown}; images end with {kinds}{where}{remedy(others)}")
+
+
+def notify_of_masks(images: Iterable[Path], root: Path) -> None:
+    """Name the folders of masks, such as masks/ beside images/, whose files are among the images of `root`."""
+    folders = {folder for image in images for folder in image.relative_to(root).parents}
+    beside = {folder.parent for folder in folders if folder.name.lower() in _IMAGES}
+    masks = sorted(str(folder) for folder in folders if folder.name.lower() in _MASKS and folder.parent in beside)
+    if masks:
+        notify(
+            f"{listed(masks)} in {printable(root)} has the name of masks, and its files count as images: move it, or "
+            "set data.path to the folder of the images"
+        )
 
 
 def _holds_results(folder: Path) -> bool:

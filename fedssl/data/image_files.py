@@ -140,7 +140,7 @@ def _named_as_broken(file: Path) -> Iterator[None]:
         if file.stat().st_size == 0:
             raise BrokenImageError("the file is empty")
         yield
-    except (BrokenImageError, UserError):
+    except (BrokenImageError, UserError, MemoryError):
         raise
     except Image.UnidentifiedImageError as error:
         raise BrokenImageError("not an image of a known format") from error

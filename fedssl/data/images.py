@@ -11,19 +11,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..untrusted import printable
 from .files import (
     ARRAY_SUFFIX,
     IMAGE_SUFFIXES,
     composed,
     expanded,
-    first_line,
     kind_of,
     list_files,
     listed,
     notify,
     notify_of_left_out,
+    notify_of_masks,
+    remedy,
     split_folders,
     subfolders,
 )
@@ -82,8 +83,10 @@ def load_images(options: DataOptions) -> Splits:
 
 
 def _folder(path: Path, option: str) -> Path:
-    if kind_of(path) != "folder":
-        raise UserError(f"there is no folder {printable(path)}; set {option} to a folder of images")
+    kind = kind_of(path)
+    if kind != "folder":
+        what = f"{printable(path)} is no folder" if kind == "file" else f"there is no folder {printable(path)}"
+        raise UserError(f"{what}; set {option} to a folder of images{remedy([path])}")
     return path
 
 
@@ -149,6 +152,7 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     else:
         expected = "in train/ or test/" if len(splits) > 1 else ""
     notify_of_left_out(left_out, root, expected)
+    notify_of_masks((file.path for files in splits for file in files), root)
     if by_folder:
         for folder, files in zip(folders, splits, strict=True):
             files.sort(key=lambda file: file.label or "")  # a stable sort: a class's files keep their order
@@ -158,7 +162,9 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
         if len(present) < sum(map(len, splits)):
             raise UserError(f"{printable(root)} has files whose names differ in the form of accents alone; rename them")
         missing = {
-            number: "not a file whose name ends as an image's" if (root / name).exists() else "there is no such file"
+            number: f"not a file whose name ends as an image's{remedy([Path(name)])}"
+            if (root / name).exists()
+            else "there is no such file"
             for number, name in enumerate(table)
             if name not in present
         }
@@ -176,11 +182,9 @@ def _read_table(path: Path, root: Path, file_column: str, label_column: str | No
     shown = printable(path)
     if kind_of(path) != "file":
         raise UserError(f"there is no table {shown}; set data.labels to a CSV file, or to folders")
-    try:
+    with explained(f"{shown} cannot be read as a table", "; save it as CSV in UTF-8"):
         text = composed(path.read_bytes().decode("utf-8-sig"))
         header, *lines = _numbered_lines(text, _delimiter(text, composed(file_column)))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{shown} cannot be read as a table ({first_line(error)}); save it as CSV in UTF-8") from error
     file_column, label_column = composed(file_column), None if label_column is None else composed(label_column)
     _, columns = header
     for option, name in (("file_column", file_column), ("label_column", label_column)):

@@ -4,6 +4,7 @@ import math
 import os
 import zipfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,11 +14,11 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..untrusted import printable
-from .files import expanded, first_line, kind_of, listed
+from .files import expanded, first_bytes, kind_of, listed, remedy
 from .options import DataOptions
-from .pixels import Window, channels_first, to_uint8
+from .pixels import Window, channels_first, notify_of_copies, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import available_memory, readable_bytes
 from .windows import window_of_arrays
@@ -50,18 +51,26 @@ def load_npz(options: DataOptions) -> Splits:
         names = ["class_names"] if "class_names" in archive.names else []
         arrays = archive.read([*(key for pair in keys for key in pair), *names])
 
-    if all(_is_multi_label(arrays[label_key]) for _, label_key in keys):
-        return _with_several_labels(keys[:2], arrays, path, options)
+    several = all(_is_multi_label(arrays[label_key]) for _, label_key in keys)
+    keys = keys[:2] if several else keys
     labels = []
     for image_key, label_key in keys:
-        images, label_array = arrays[image_key], arrays[label_key]
-        labels.append(_to_labels(label_array, f"{label_key} in {printable(path)}"))
+        images, label_array, name = arrays[image_key], arrays[label_key], f"{label_key} in {printable(path)}"
+        labels.append(torch.from_numpy(label_array.astype(np.uint8)) if several else _to_labels(label_array, name))
         if images.ndim and len(images) != len(label_array):
             raise UserError(
                 f"{printable(path)}: {image_key} has {len(images)} images but {label_key} has {len(label_array)} "
                 "labels; they must match"
             )
+        if several and label_array.shape[1] != labels[0].shape[1]:
+            most = f"{keys[0][1]} has {labels[0].shape[1]}"
+            raise UserError(
+                f"{name} has {label_array.shape[1]} columns but {most}; expected one for each label in both"
+            )
     tensors, window = _images({key: arrays[key] for key, _ in keys}, path, options)
+    if several:
+        train, test = map(unlabelled, tensors, labels)
+        return Splits(train, test, (), window=window)
     train, test, *validation = (LabelledImages(*pair) for pair in zip(tensors, labels, strict=True))
     classes = 1 + int(max(label.max() for label in labels))
     class_names = _class_names(arrays.get("class_names"), classes, path)
@@ -73,7 +82,30 @@ def _images(arrays: dict[str, NDArray[Any]], path: Path, options: DataOptions) -
     named = {f"{printable(key)} in {printable(path)}": array for key, array in arrays.items()}
     window = window_of_arrays(named, options.window, options.channels)
     pixels = to_uint8(named, window, options.channels)
+    rows = [f"{key}/{row}" for key, array in arrays.items() for row in range(len(array))]
+    notify_of_copies([hash(image.tobytes()) for array in pixels.values() for image in array], rows.__getitem__)
     return [channels_first(array, name, options.channels) for name, array in pixels.items()], window
+
+
+def images_in(
+    path: Path, keys: Sequence[str], window: Window | None, channels: int | None, most: int | None = None
+) -> dict[str, Tensor]:
+    """Return the arrays of an .npz file that have one of these names, at most so many, or its only array, by name.
+
+    They are uint8 [n, C, H, W], see `to_uint8`; `channels` is that of `channel_axis`.
+    """
+    with NpzArchive(path) as archive:
+        names = [key for key in keys if key in archive.names][:most]
+        names = names or (archive.names if len(archive.names) == 1 else [])
+        if not names:
+            raise UserError(
+                f"{printable(path)} has the arrays {listed(archive.names)}; expected one of {', '.join(keys)}, or a "
+                "single array"
+            )
+        arrays = archive.read(names)
+    pixels = to_uint8({f"{printable(name)} in {printable(path)}": arrays[name] for name in names}, window, channels)
+    named = zip(names, pixels.items(), strict=True)
+    return {name: channels_first(array, text, channels) for name, (text, array) in named}
 
 
 def _unlabelled_keys(names: list[str]) -> list[str]:
@@ -95,7 +127,7 @@ def _split_keys(names: list[str], path: Path) -> list[tuple[str, str]]:
         accepted = " or ".join(", ".join(keys) for keys in _TRAIN_AND_TEST_KEYS)
         raise UserError(
             f"{printable(path)} has the arrays {listed(names)}; expected {accepted}, or images alone (x_train, "
-            "train_images or x), which are then without labels"
+            f"train_images or x), which are then without labels{'' if path.suffix == '.npz' else remedy([path])}"
         )
     validation = [pair for pair in _VALIDATION_KEYS if present.issuperset(pair)][:1]
     return [(keys[0], keys[1]), (keys[2], keys[3]), *validation]
@@ -108,29 +140,14 @@ def _is_multi_label(array: NDArray[Any]) -> bool:
     return bool(array.min() >= 0 and array.max() <= 1)
 
 
-def _with_several_labels(
-    keys: list[tuple[str, str]], arrays: dict[str, NDArray[Any]], path: Path, options: DataOptions
-) -> Splits:
-    """Return images with several yes-or-no labels each, as ChestMNIST has them, without their validation split."""
-    shapes = [arrays[label_key].shape for _, label_key in keys]
-    for (image_key, label_key), shape in zip(keys, shapes, strict=True):
-        if len(np.atleast_1d(arrays[image_key])) != shape[0] or shape[1] != shapes[0][1]:
-            raise UserError(
-                f"{printable(path)}: {label_key} has shape {list(shape)}; expected a line for each image of "
-                f"{image_key} and {shapes[0][1]} labels, as {keys[0][1]} has"
-            )
-    images, window = _images({key: arrays[key] for key, _ in keys}, path, options)
-    train, test = (
-        unlabelled(part, torch.from_numpy(arrays[label_key].astype(np.uint8)))
-        for part, (_, label_key) in zip(images, keys, strict=True)
-    )
-    return Splits(train, test, (), window=window)
-
-
 def _to_labels(array: NDArray[Any], name: str) -> Tensor:
     """Convert integers from 0, [n] or [n, 1], to int64 [n]."""
     if array.dtype.kind not in "iub":
-        raise UserError(f"{name} has type {array.dtype}; labels must be integers from 0")
+        missing = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
+        raise UserError(
+            f"{name} has type {array.dtype}{f' and {missing} labels that are NaN' if missing else ''}; labels must be "
+            "integers from 0: leave out images without a label, and save the others' labels by .astype(int)"
+        )
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1:
@@ -174,15 +191,12 @@ class NpzArchive:
             raise UserError(f"{shown} is a pipe or a device, not an .npz file; copy the data into a file")
         self._path = path
         self._zip: zipfile.ZipFile | None = None
-        if _begins_as_npy(path):
+        if first_bytes(path, len(npy_format.MAGIC_PREFIX)) == npy_format.MAGIC_PREFIX:
             self.names = ["x"]
             return
-        try:
+        advice = remedy([path]) or "; write it with numpy.savez_compressed, and check its permissions"
+        with explained(f"{shown} cannot be read as an .npz file", advice):
             self._zip = zipfile.ZipFile(path)
-        except PermissionError as error:
-            raise UserError(f"{shown} cannot be read ({error.strerror}); check its permissions") from error
-        except Exception as error:  # a damaged file makes zipfile raise errors of many types
-            raise UserError(f"{shown} cannot be read as an .npz file; write it with numpy.savez_compressed") from error
         self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
 
     def __enter__(self) -> "NpzArchive":
@@ -228,33 +242,22 @@ class NpzArchive:
 
     def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
         """Read an array's shape and type, and the number of bytes after its header."""
-        try:
-            with self._open(name) as file:
-                version = npy_format.read_magic(file)
-                if version == (1, 0):
-                    shape, _, dtype = npy_format.read_array_header_1_0(file, _LONGEST_HEADER)
-                elif version in ((2, 0), (3, 0)):
-                    # Version 3 differs in the names of the fields of structured types, which no image has.
-                    shape, _, dtype = npy_format.read_array_header_2_0(file, _LONGEST_HEADER)
-                else:
-                    raise ValueError(f"unknown version {version} of the .npy format")
-                if any(size < 0 for size in shape):
-                    raise ValueError(f"invalid shape {shape}")
-                size = os.stat(self._path).st_size if self._zip is None else self._member(name).file_size
-                return shape, dtype, size - file.tell()
-        except Exception as error:  # a damaged file makes zipfile, its decompressors and numpy raise many types
-            raise self._corrupt(name, error) from error
+        with self._whole(name), self._open(name) as file:
+            first = npy_format.read_magic(file) == (1, 0)
+            # Version 3 differs from 2 in the names of the fields of structured types, which no image has.
+            read = npy_format.read_array_header_1_0 if first else npy_format.read_array_header_2_0
+            shape, _, dtype = read(file, _LONGEST_HEADER)
+            if any(size < 0 for size in shape):
+                raise ValueError(f"invalid shape {shape}")
+            size = os.stat(self._path).st_size if self._zip is None else self._member(name).file_size
+            return shape, dtype, size - file.tell()
 
     def _read_one(self, name: str) -> NDArray[Any]:
-        try:
-            with self._open(name) as file:
-                return npy_format.read_array(file, allow_pickle=False)
-        except MemoryError as error:
-            raise UserError(
-                f"{self._shown}: {printable(name)} does not fit into the memory; store fewer or smaller images"
-            ) from error
-        except Exception as error:
-            raise self._corrupt(name, error) from error
+        with self._whole(name), self._open(name) as file:
+            return npy_format.read_array(file, allow_pickle=False)
+
+    def _whole(self, name: str) -> AbstractContextManager[None]:
+        return explained(f"{self._shown}: {printable(name)} is corrupt", "; copy or write the file again")
 
     def _open(self, name: str) -> IO[bytes]:
         return open(self._path, "rb") if self._zip is None else self._zip.open(self._member(name))
@@ -262,15 +265,3 @@ class NpzArchive:
     def _member(self, name: str) -> zipfile.ZipInfo:
         assert self._zip is not None
         return self._zip.getinfo(f"{name}.npy" if f"{name}.npy" in self._zip.namelist() else name)
-
-    def _corrupt(self, name: str, error: Exception) -> UserError:
-        reason = f"{printable(name)} is corrupt ({first_line(error)})"
-        return UserError(f"{self._shown}: {reason}; copy or write the file again")
-
-
-def _begins_as_npy(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(npy_format.MAGIC_PREFIX)) == npy_format.MAGIC_PREFIX
-    except OSError:
-        return False

@@ -94,7 +94,7 @@ class DataOptions(Options):
         description="side in pixels to which images are resized after the longer side is cropped to a square "
         "(default: no resizing; 32 for images and folder)",
     )
-    image_shape: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
+    image_shape: tuple[Annotated[PositiveInt, Field(le=MOST_CHANNELS)], PositiveInt, PositiveInt] | None = Field(
         None, description="channels, height and width of the sites' images, for name=none"
     )
     class_names: list[str] = Field(
@@ -174,11 +174,6 @@ class DataOptions(Options):
             )
         if self.public_path is not None and self.public_holdout > 0:
             raise ValueError("public_path and public_holdout are two sources of public images; give only one")
-        if self.image_shape is not None and self.image_shape[0] > MOST_CHANNELS:
-            raise ValueError(
-                f"image_shape must be [channels, height, width] with 1 to {MOST_CHANNELS} channels, got "
-                f"{[*self.image_shape]}"
-            )
         if self.channels is not None and not (source.image_files or self.name == "npz"):
             raise ValueError(f"channels is for npz, images and folder, not for name={self.name}; leave it out")
         if self.labels is not None and self.name != "images":

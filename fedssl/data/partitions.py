@@ -115,8 +115,6 @@ def partition_indices(labels: Tensor, options: PartitionOptions, seed: int) -> l
     Raises:
         UserError: the request cannot be met (too few samples or classes, classes left over, a small client).
     """
-    if labels.ndim != 1 or labels.is_floating_point():
-        raise TypeError(f"labels must be integers [n], got {labels.dtype} {list(labels.shape)}")
     if options.name == "sites":
         return [torch.empty(0, dtype=torch.int64) for _ in range(options.clients)]
     if len(labels) < options.clients * options.min_samples:

@@ -29,11 +29,19 @@ from torch import Tensor
 from ..errors import UserError
 from ..run_folder.storage import make_folder, write_atomically, writing
 from ..untrusted import printable
-from .files import listed, notify
+from .files import ARRAY_SUFFIX, listed, notify
 from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, stored_values
 from .image_kinds import usual_channels, usual_size
 from .options import DataOptions
-from .pixels import Window, is_by_channel, notify_of_constant, windows_to_set
+from .pixels import (
+    Window,
+    is_by_channel,
+    notify_of_constant,
+    notify_of_copies,
+    range_of_floats,
+    require_pixels,
+    windows_to_set,
+)
 from .windows import window_of_files
 
 _CACHE_VERSION = 3  # to be raised when a file's pixels come to mean something else
@@ -224,6 +232,7 @@ def decode_images(
                 report_broken(files, faults, options.broken)
                 return stored, kept
         kinds, faults = _read_headers(files, options)
+        options = options.model_copy(update={"window": _checked_window(files, kinds, options)})
         readable = {index: files[index] for index in kinds}
         shape = _channels_of(files, kinds, options), height, width
         needed = len(readable) * math.prod(shape)
@@ -349,7 +358,7 @@ def _channels_of(files: Sequence[Path], kinds: dict[int, ImageKind], options: Da
     others = [str(files[index]) for index, kind in kinds.items() if kind.channels != channels]
     if others and channels in (1, 3):
         what, into = ("in colour", "grey") if channels == 1 else ("grey", "three equal channels")
-        why = f"data.channels={channels} says" if options.channels else "most images are"
+        why = "data.channels or the training images say" if options.channels else "most images are"
         names = listed(others, _MOST_NAMED)
         notify(f"{len(others):,} of {len(kinds):,} images are {what} and become {into}, as {why}: {names}")
     window, deep = options.window, any(kind.deep for kind in kinds.values())
@@ -370,7 +379,6 @@ def _read_headers(files: Sequence[Path], options: DataOptions) -> tuple[dict[int
             kinds[index] = image_kind(file, options.channels)
         except BrokenImageError as error:
             faults[index] = str(error)
-    _check_window(files, kinds, options)
     usual = usual_size(kinds.values())
     odd = [f"{files[index]} ({kind.size[0]} x {kind.size[1]})" for index, kind in kinds.items() if kind.size != usual]
     if usual is not None and 0 < len(odd) <= _ODD_SHARE * len(kinds):
@@ -391,45 +399,50 @@ def _read_headers(files: Sequence[Path], options: DataOptions) -> tuple[dict[int
     return kinds, faults
 
 
-def _check_window(files: Sequence[Path], kinds: dict[int, ImageKind], options: DataOptions) -> None:
-    """Raise a UserError if files have more than 8 bits a channel, and the window does not say what to do."""
-    window = options.window
+def range_of_float_files(files: Sequence[Path], channels: int | None) -> Window | None:
+    """Return the range of .npy files of floats, as that of arrays in an .npz file; None where any needs a window.
+
+    All of their values are read once more for it.
+    """
+    if any(file.suffix.lower() != ARRAY_SUFFIX for file in files):
+        return None
+    floats = [file for file in files if _needs_window(file, channels)]
+    if not floats or any(image_kind(file, channels).type_range for file in floats):
+        return None
+
+    def arrays() -> Iterator[tuple[str, NDArray[Any]]]:
+        for name, values in _values_of(floats, channels):
+            require_pixels(name, values[None], None)
+            yield name, values
+
+    return range_of_floats(arrays())
+
+
+def _values_of(files: Sequence[Path], channels: int | None) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield the names and the values of the files that can be read; decoding names the others."""
+    for file in files:
+        with suppress(BrokenImageError):
+            yield printable(file), stored_values(file, channels)
+
+
+def _checked_window(files: Sequence[Path], kinds: dict[int, ImageKind], options: DataOptions) -> Window | None:
+    """Return the window; raise a UserError if files have more than 8 bits a channel, and it does not say what to do."""
     gray = [index for index, kind in kinds.items() if kind.deep]
+    window = options.window or range_of_float_files([files[index] for index in gray], options.channels)
     if gray and window is None:
-        first, low, high = _range_of_values([files[index] for index in gray], options.channels)
+        files_of_range = [files[index] for index in gray[:_FILES_FOR_RANGE]]
+        ranges = [(name, values.min(), values.max()) for name, values in _values_of(files_of_range, options.channels)]
+        if not ranges:
+            return "full"  # decoding says what is wrong with them
+        first, low, high = ranges[0][0], min(one[1] for one in ranges), max(one[2] for one in ranges)
         integers = all(kinds[index].type_range for index in gray)
         own = ", or data.window=file (what each DICOM file names)" if kinds[gray[0]].has_window else ""
         raise UserError(
-            f"{printable(first)} has {'pixels of more than 8 bits' if integers else 'floats'}, as {len(gray)} of "
+            f"{first} has {'pixels of more than 8 bits' if integers else 'floats'}, as {len(gray)} of "
             f"{len(files)} files have (values {low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); "
             f"set {windows_to_set(low, high, integers)}{own}"
         )
-    without = [index for index in gray if not kinds[index].has_window]
-    if without and window == "file":
-        raise UserError(
-            f"{printable(files[without[0]])} names no window of its own, as {len(without)} of {len(files)} files; set "
-            "data.window=[LOW,HIGH]"
-        )
-    floats = [index for index in gray if kinds[index].type_range is None]
-    if floats and window == "full":
-        raise UserError(
-            f"{printable(files[floats[0]])} has floats, which have no full range; set data.window=[LOW,HIGH] or "
-            "data.window=per_image"
-        )
-
-
-def _range_of_values(files: Sequence[Path], channels: int | None) -> tuple[Path, float, float]:
-    """Return the first file that can be read, and the smallest and largest pixel value of the first files."""
-    ranges = {}
-    for file in files[:_FILES_FOR_RANGE]:
-        try:
-            values = stored_values(file, channels)
-            ranges[file] = float(values.min()), float(values.max())
-        except BrokenImageError as error:
-            reason = str(error)
-    if not ranges:
-        raise UserError(f"cannot be read as an image: {printable(files[0])} ({reason}); repair or remove it")
-    return next(iter(ranges)), min(low for low, _ in ranges.values()), max(high for _, high in ranges.values())
+    return window
 
 
 def _decode(
@@ -453,6 +466,7 @@ def _decode(
 
     workers = os.cpu_count() or 1
     kept: list[int] = []
+    hashes: list[int] = []
     darkest, brightest = 255, 0
     last_line = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
@@ -466,6 +480,7 @@ def _decode(
                 else:
                     store(pixels)
                     kept.append(index)
+                    hashes.append(hash(pixels.tobytes()))
                     darkest, brightest = min(darkest, int(pixels.min())), max(brightest, int(pixels.max()))
             done += len(chunk)
             if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
@@ -473,4 +488,5 @@ def _decode(
                 print(f"fedssl: decoding images: {done:,} of {len(readable):,}", file=sys.stderr, flush=True)
     if kept:
         notify_of_constant(f"the images in {printable(os.path.commonpath(readable.values()))}", darkest, brightest)
+        notify_of_copies(hashes, lambda row: str(readable[kept[row]]))
     return kept

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import UserError
 from ..options import with_texts
 from ..untrusted import printable
-from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files, split_folders
+from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files, remedy, split_folders
 from .image_kinds import usual_channels, usual_size
 from .options import SOURCES, DataOptions
 
@@ -68,16 +68,13 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
             raise UserError(f"data.path: there is no file or folder {printable(path)}")
         if kind != ("folder" if source.image_files else "file"):
             return None
-        known = _of_files(path, data) if source.image_files else _of_npz(path, _asked_for(data))
+        channels = data.get("channels")
+        asked_for = channels if isinstance(channels, int) else None
+        known = _of_files(path, data, asked_for) if source.image_files else _of_npz(path, asked_for)
     size, limit = data.get("image_size"), data.get("train_limit")
     side = size if isinstance(size, int) and size > 0 else known.side
     images = min(known.images, limit) if isinstance(limit, int) and limit > 0 else known.images
     return replace(known, images=images, side=side)
-
-
-def _asked_for(data: Mapping[str, Any]) -> int | None:
-    channels = data.get("channels")
-    return channels if isinstance(channels, int) else None
 
 
 def _of_npz(path: Path, channels: int | None) -> DataSummary:
@@ -99,11 +96,11 @@ def _of_npz(path: Path, channels: int | None) -> DataSummary:
     return DataSummary(shape[0], channels or stored, min(height, width), any(name in names for name in _LABEL_KEYS))
 
 
-def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
+def _of_files(path: Path, data: Mapping[str, Any], channels: int | None) -> DataSummary:
     """Read the headers of some image files, evenly spread over the folder."""
     from .image_files import BrokenImageError, image_kind
 
-    files, _ = list_files(path, data.get("follow_links") is True)
+    files, others = list_files(path, data.get("follow_links") is True)
     more_paths = data.get("more_paths")
     for more in more_paths if isinstance(more_paths, list) else ():
         folder = expanded(Path(str(more)), "data.more_paths")
@@ -112,11 +109,13 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     if len(splits) == 2:
         files = [file for file in files if file.is_relative_to(splits[0])]
     if not files:
-        raise UserError(f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}")
+        raise UserError(
+            f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}{remedy(others)}"
+        )
     kinds = []
     for file in files[:: -(-len(files) // _SAMPLED)]:
         try:
-            kinds.append(image_kind(file, _asked_for(data)))
+            kinds.append(image_kind(file, channels))
         except BrokenImageError:
             continue  # loading the data names the files that cannot be read
     usual = usual_size(kinds)
@@ -129,4 +128,4 @@ def _of_files(path: Path, data: Mapping[str, Any]) -> DataSummary:
     count = len(files)
     if labelled and len(splits) < 2:
         count -= round(count * DataOptions.model_fields["test_fraction"].default)  # those become the test set
-    return DataSummary(count, _asked_for(data) or usual_channels(kinds), side, labelled, from_files=True)
+    return DataSummary(count, channels or usual_channels(kinds), side, labelled, from_files=True)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .codestreams import read_codestream
-from .files import first_line
+from .files import first_bytes, first_line
 from .image_kinds import MOST_PIXELS, BrokenImageError, ImageKind, kind_of_values, require_size
 
 _BEGINS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -25,7 +25,7 @@ _WHITE_IS_ZERO, _RGB, _PALETTE, _CMYK, _YCBCR, _CIELAB = 0, 2, 3, 5, 6, 8  # pho
 _SAMPLES = {_WHITE_IS_ZERO: 1, 1: 1, _RGB: 3, _PALETTE: 1, _CMYK: 4, _YCBCR: 3, _CIELAB: 3}  # without further bands
 _ASSOCIATED, _UNASSOCIATED = 1, 2  # what a further band is: alpha, by which colours are multiplied or not
 _NOT_CONVERTED = (1, 5, 8, 32773, 32946, 34925, 34926, 50000)  # compressions that leave YCbCr as it is
-_OWN_SIZE = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 50002, 52546)  # JPEG, JPEG 2000 and JPEG XL
+_OWN_SIZE = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 50002, 52546)  # JPEG, 2000 and XL
 _ORIENTATION = 274
 _MOST_DIRECTORIES = 20_000  # reading these takes some ten seconds
 
@@ -45,8 +45,7 @@ class _Layout:
 
 def is_tiff(file: Path) -> bool:
     """Return True if a file begins as a TIFF, also one of more than 4 GB."""
-    with open(file, "rb") as stream:
-        return stream.read(4) in _BEGINS
+    return first_bytes(file, 4) in _BEGINS
 
 
 def tiff_kind(file: Path, channels: int | None) -> ImageKind:
@@ -109,7 +108,7 @@ def _layout(file: Path, channels: int | None) -> Iterator[_Layout]:
         # Not with what lies in files beside it: whoever made the file may name any.
         with TiffFile(file, _multifile=False, is_mmstack=False, is_ndtiff=False) as tiff:
             yield _layout_of(tiff.series, channels)
-    except BrokenImageError:
+    except (BrokenImageError, MemoryError):
         raise
     except Exception as error:  # damaged directories and data make tifffile and its decoders raise errors of any type
         raise BrokenImageError(f"a damaged TIFF, or one of a kind that is not read ({first_line(error)})") from error

@@ -28,12 +28,10 @@ def window_of_arrays(arrays: Mapping[str, NDArray[Any]], window: Window | None, 
     require_pixels(name, images)
     if not is_deep(images):
         return None
-    axis = None if images.ndim == 3 else channel_axis(images.shape, name, channels)
-    step = math.ceil(images.size / (1 if axis is None else images.shape[axis]) / _VALUES)
-    chosen = images[::step]
-    return _window(
-        chosen.reshape(1, -1) if axis is None else np.moveaxis(chosen, axis, 0).reshape(images.shape[axis], -1)
-    )
+    axis = 0 if images.ndim == 3 else channel_axis(images.shape, name, channels)
+    by_channel = np.moveaxis(images, axis, 0) if axis else images[None]
+    step = math.ceil(by_channel[0].size / _VALUES)
+    return _window(by_channel[:, ::step].reshape(len(by_channel), -1))
 
 
 def window_of_files(files: Sequence[Path], values_of: Callable[[Path], NDArray[Any]]) -> Window | None:

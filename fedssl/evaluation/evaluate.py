@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,14 @@ from ..augmentations.base import Augmentation, draw_views
 from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset, load_dataset
 from ..data.options import DataOptions
-from ..data.pixels import normalize
+from ..data.pixels import in_channels, normalize
 from ..data.stored_images import Images, images_of_rows
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..models.encoders import probe
 from ..models.model import CLASSIFIER, Model
 from ..options import Options
 from ..randomness import generator_for, seed_for
-from .features import extract_features, extract_outputs, extract_view_features, measured_on
+from .features import extract_features, extract_outputs, measured_on
 from .fine_tuning import (
     FineTuneOptions,
     SemiSupervisedOptions,
@@ -37,8 +37,6 @@ from .fine_tuning import (
 )
 from .linear import LinearOptions, linear_accuracy, linear_auroc
 from .metrics import DOWNSTREAM, MeasuredImages, knn_accuracy, measured_values, singular_values
-
-AnyImages = TypeVar("AnyImages", bound=Images)
 
 _VIEWED_IMAGES = 1000  # alignment compares two views of so many images
 _IMAGES_PER_VIEWED = 4  # of a sample
@@ -98,10 +96,9 @@ class EvaluationOptions(Options):
 def check_labels(dataset: Dataset, options: EvaluationOptions) -> None:
     """Raise a UserError where a measure that needs labels is asked for and the images have none."""
     if not dataset.labelled and (options.few_labels or options.semi_supervised or options.fine_tune is not None):
-        what = "semi-supervised evaluation" if options.semi_supervised else "fine-tuning"
-        what = "evaluation.few_labels" if options.few_labels else what
+        what = "evaluation.few_labels, semi_supervised or fine_tune"
         raise UserError(
-            f"{what} needs labels, and the images of data.name={dataset.name} have none: leave it out, or give labels "
+            f"{what} need labels, and the images of data.name={dataset.name} have none: leave it out, or give labels "
             "(data.labels for images, y_train and y_test in an .npz file)"
         )
 
@@ -195,7 +192,8 @@ def evaluate_model(
         The metrics by name, and the singular values of the test images' representations, float64, descending. The
         names and units are those of `METRICS`, and `linear_FRACTION` and `semi_supervised_FRACTION` for any other
         fraction. Without labels no accuracy is measured, `linear_auroc` only with several labels an image, and
-        `Dataset.measured_images` take the place of the test images.
+        `Dataset.measured_images` take the place of the test images. No accuracy is measured either where the training
+        or the test images are of one class.
 
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged.
@@ -221,12 +219,17 @@ def evaluate_model(
     test = extract_features(encoder, dataset.test_images)
     train, test_on_device = measured_on(model.device, train, test)
     labelled = (train, dataset.train_labels, test_on_device, dataset.test_labels)
-    metrics = {"knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)}
+    several = all(len(labels.unique()) > 1 for labels in (dataset.train_labels, dataset.test_labels))
+    metrics: dict[str, float] = {}
+    if several:  # or else an accuracy says nothing
+        metrics["knn"] = knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)
     measured = MeasuredImages(test, dataset.test_labels)
     if linear and own_classes:  # before and after training
         views, pixels = _view_features(model, dataset.test_images, augmentation, seed)
         measured = measured._replace(views=views, view_pixels=pixels)
     metrics |= measured_values(measured)
+    if not several:
+        return metrics, singular_values(test)
     if own_classes and CLASSIFIER in model.online:
         with torch.no_grad():
             predicted = model.online[CLASSIFIER](test.to(model.device)).argmax(dim=1).cpu()
@@ -292,7 +295,7 @@ def _view_features(
     features, pixels = [], []
     for rows in torch.arange(min(len(images), _VIEWED_IMAGES)).split(_VIEWS_AT_A_TIME):
         views = draw_views(augmentation, images[rows], rows, key, model.device)
-        features.append([extract_view_features(model.encoder, view) for view in views])
+        features.append([extract_features(model.encoder, view, lambda batch: batch) for view in views])
         pixels.append([_small(view).flatten(1).cpu() for view in views])
     joined = [[torch.cat(parts) for parts in zip(*pairs, strict=True)] for pairs in (features, pixels)]
     return joined[0], joined[1]
@@ -326,25 +329,6 @@ def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int)
     )
 
 
-def in_channels(images: AnyImages, channels: int) -> AnyImages | Tensor:
-    """Return uint8 images [n, 1 or 3, H, W] as grey (1) or colour (3): grey is repeated, colour becomes its luma.
-
-    Images that lie in a file are read into the memory only if they change. Images of another number of channels must
-    have `channels`, or a UserError is raised.
-    """
-    if images.shape[1] == channels:
-        return images
-    if not {images.shape[1], channels} <= {1, 3}:
-        raise UserError(
-            f"the images have {images.shape[1]} channels, but the encoder takes {channels}: give images of {channels}"
-        )
-    if channels == 3:
-        return torch.cat([part.expand(-1, 3, -1, -1) for part in images.split(1024)])
-    from torchvision.transforms.v2 import functional
-
-    return torch.cat([functional.rgb_to_grayscale(part) for part in images.split(1024)])
-
-
 def evaluate_downstream(
     model: Model, datasets: Mapping[str, Dataset], options: EvaluationOptions, seed: int, *, after: bool
 ) -> dict[str, float]:
@@ -364,16 +348,11 @@ def check_downstream(model: Model, dataset: Dataset, options: EvaluationOptions)
     check_fine_tuning(options.fine_tune, dataset)
     shape = tuple(dataset.train_images.shape[1:])
     was_training = model.training
+    advice = ": leave out image_size, so that images get the size that it was trained on"
     try:
-        _, left_out = probe(model.eval().encoder, shape)
-        if left_out:
-            raise ValueError(f"it would leave out the last {left_out} pixels of a side")
-    except Exception as error:  # each of timm's files raises its own for an image that does not fit
-        size = " x ".join(map(str, shape))
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"the encoder does not take images of {size} ({reason}): leave out image_size, so that images get the size "
-            "that it was trained on"
-        ) from error
+        with explained(f"the encoder does not take images of {' x '.join(map(str, shape))}", advice):
+            _, left_out = probe(model.eval().encoder, shape)
+            if left_out:
+                raise ValueError(f"it would leave out the last {left_out} pixels of a side")
     finally:
         model.train(was_training)

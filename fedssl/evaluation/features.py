@@ -28,20 +28,14 @@ def require_measured_images(dataset: Dataset) -> None:
         )
 
 
-def extract_features(encoder: nn.Module, images: Images) -> Tensor:
+def extract_features(encoder: nn.Module, images: Images, prepare: Callable[[Tensor], Tensor] = normalize) -> Tensor:
     """Return the encoder's representations [n, d] of uint8 `images` [n, C, H, W], n at least 1: float32 on the CPU.
 
-    Images are normalised, but not augmented; there are no gradients. Every submodule runs in evaluation mode (BatchNorm
-    with its running statistics) and gets its own mode back. A representation that is not finite raises a UserError.
+    Images are normalised by `prepare`, but not augmented; there are no gradients. Every submodule runs in evaluation
+    mode (BatchNorm with its running statistics) and gets its own mode back. A representation that is not finite raises
+    a UserError.
     """
-    features = extract_outputs(encoder, images)
-    require_finite("representations", features)
-    return features
-
-
-def extract_view_features(encoder: nn.Module, views: Tensor) -> Tensor:
-    """Return `extract_features` of augmented views, normalised float32 [n, C, H, W] as `draw_views` returns them."""
-    features = extract_outputs(encoder, views, prepare=lambda batch: batch)
+    features = extract_outputs(encoder, images, prepare)
     require_finite("representations", features)
     return features
 
@@ -80,12 +74,6 @@ def require_finite(name: str, features: Tensor) -> None:
         raise UserError(
             f"{name}: contains NaN or infinite values, so training has diverged; lower training.learning_rate"
         )
-
-
-def require_integers(name: str, labels: Tensor) -> None:
-    """Raise a UserError that begins with `name` where `labels` are no integers, which a cast would merge."""
-    if labels.is_floating_point() or labels.is_complex():
-        raise UserError(f"{name}: expected integers from 0, one for each class, got {labels.dtype}")
 
 
 def device_of(network: nn.Module) -> torch.device:

@@ -186,8 +186,6 @@ def semi_supervised_accuracy(
     The labelled part, see `labeled_subset`, is a `fraction` of each class, above 0 and at most 1. The seed decides it
     too, besides what it decides in `fine_tuned_scores`. A UserError is raised if fine-tuning diverged.
     """
-    if not 0 < fraction <= 1:
-        raise UserError(f"fraction: expected above 0 and at most 1, got {fraction}")
     generator = torch.Generator().manual_seed(seed)
     labeled = labeled_subset(dataset.train_labels, fraction, generator)
     images, labels = dataset.train_images[labeled], dataset.train_labels[labeled]

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from ..errors import UserError
 from ..options import Options
-from .features import require_integers
 
 
 class LinearProtocol(NamedTuple):
@@ -87,7 +86,6 @@ def linear_accuracy(
     Raises:
         UserError: training diverged.
     """
-    require_integers("train_labels", train_labels)
     targets = train_labels.to(train_features.device, torch.int64)
     logits = _test_logits(train_features, targets, test_features, classes, F.cross_entropy, options, generator_seed)
     return 100.0 * int((logits.argmax(dim=1) == test_labels.to(logits.device)).sum()) / len(test_features)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import UserError
-from .features import require_finite, require_integers
+from .features import require_finite
 
 #: begins the names of metrics on other data: downstream_LABEL_METRIC
 DOWNSTREAM = "downstream_"
@@ -107,11 +107,6 @@ def knn_accuracy(
     """
     require_finite("train_features", train_features)
     require_finite("test_features", test_features)
-    require_integers("train_labels", train_labels)
-    if neighbors < 1:
-        raise UserError(f"neighbors: expected at least 1, got {neighbors}")
-    if not temperature > 0:
-        raise UserError(f"temperature: expected above 0, got {temperature}")
 
     dtype = torch.promote_types(torch.promote_types(train_features.dtype, test_features.dtype), torch.float32)
     device = train_features.device

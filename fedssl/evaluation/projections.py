@@ -10,24 +10,18 @@ from .metrics import singular_values
 
 
 def grid_cells(points: Tensor, columns: int) -> Tensor:
-    """Choose a cell of a square grid for each point [n, 2] in turn: the nearest one that no other point has.
+    """Choose a cell of a square grid for each point [n, 2], no cell twice, so that the squared distances sum to least.
 
     Return the cells' columns and rows, int64 [n, 2], from the lower left. The grid has `columns` cells along each side,
     at least n in all.
     """
+    from scipy.optimize import linear_sum_assignment  # here, as importing it takes time
+
     low, high = points.aminmax(dim=0)
     placed = (points - low) / (high - low).clamp(min=1e-9) * (columns - 1)
-    across, up = torch.meshgrid(torch.arange(columns), torch.arange(columns), indexing="xy")
-    cells = torch.stack([across.flatten(), up.flatten()], dim=1)
-    free = torch.ones(len(cells), dtype=torch.bool)
-    taken = []
-    for point in placed:
-        distance = (cells - point).square().sum(dim=1)
-        distance[~free] = torch.inf
-        cell = int(distance.argmin())
-        free[cell] = False
-        taken.append(cells[cell])
-    return torch.stack(taken)
+    cells = torch.cartesian_prod(torch.arange(columns), torch.arange(columns)).flip(1)
+    _, chosen = linear_sum_assignment(torch.cdist(placed.double(), cells.double()).square().numpy())
+    return cells[torch.from_numpy(chosen)]
 
 
 def nearest_images(features: Tensor, queries: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -75,12 +69,6 @@ def tsne(features: Tensor, seed: int) -> Tensor:
     start = "pca" if (rows - rows[0]).abs().max() > 1e-6 and rows.shape[1] > 1 else "random"
     points = TSNE(perplexity=perplexity, init=start, random_state=seed % 2**32).fit_transform(rows.numpy())
     return torch.from_numpy(points).double()
-
-
-def tsne_together(first: Tensor, second: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Embed two models' representations, of one space, in the plane by one `tsne`, for FedU2's Figure 5."""
-    joined = tsne(torch.cat([first, second]), seed)
-    return joined[: len(first)], joined[len(first) :]
 
 
 def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:

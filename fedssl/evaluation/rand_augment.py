@@ -13,6 +13,7 @@ def rand_augment(images: Tensor) -> Tensor:
     each with its defaults, and makes the same images of it. That class gives a whole batch one set of operations.
     """
     from torchvision.transforms.autoaugment import RandAugment, _apply_op  # here, as importing it takes a second
+    from torchvision.transforms.v2.functional import equalize
 
     one = RandAugment()
     table = one._augmentation_space(one.num_magnitude_bins, tuple(images.shape[-2:]))
@@ -27,19 +28,8 @@ def rand_augment(images: Tensor) -> Tensor:
     for stage in zip(*operations, strict=True):
         for name, magnitude in dict.fromkeys(stage):
             rows = [row for row, of_image in enumerate(stage) if of_image == (name, magnitude)]
-            if name == "Equalize":
-                images[rows] = equalized(images[rows])
+            if name == "Equalize":  # which that class takes image by image
+                images[rows] = equalize(images[rows])
             else:
                 images[rows] = _apply_op(images[rows], name, magnitude, one.interpolation, fill=None)
     return images
-
-
-def equalized(images: Tensor) -> Tensor:
-    """Return uint8 images [m, C, H, W] with each channel's histogram equalised, as torchvision does one by one."""
-    levels = images.flatten(2).long()
-    counts = levels.new_zeros(*levels.shape[:2], 256).scatter_add_(2, levels, torch.ones_like(levels))
-    brightest = counts.gather(2, levels.amax(2, keepdim=True))
-    step = (counts.sum(2, keepdim=True) - brightest) // 255
-    below = counts.cumsum(2) - counts  # pixels darker than each level
-    table = ((below + step // 2) // step.clamp_min(1)).clamp_max(255)
-    return torch.where(step > 0, table.gather(2, levels), levels).to(torch.uint8).view_as(images)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError, install_command
+from ..errors import UserError, explained, install_command
 from ..run_folder.storage import write_atomically
 from .trained_encoder import TrainedEncoder
 
@@ -47,15 +47,9 @@ def write_format(name: FormatName, encoder: TrainedEncoder, folder: Path) -> Non
     path = folder / FILES[name]
     pixels = torch.rand(3, *encoder.image_shape, generator=torch.Generator().manual_seed(0))
     write = _write_onnx if name == "onnx" else _write_torch_export
-    try:
-        with torch.no_grad(), _quiet():
-            outputs = write(network, pixels, path)
-            expected = network(pixels)
-    except (ImportError, UserError):
-        raise
-    except Exception as error:  # each exporter raises exceptions of its own
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{encoder.architecture} cannot be written as {FILES[name]}: {reason}") from error
+    with explained(f"{encoder.architecture} cannot be written as {FILES[name]}"), torch.no_grad(), _quiet():
+        outputs = write(network, pixels, path)
+        expected = network(pixels)
     if outputs is None:
         return
     difference = float((outputs - expected).abs().max())

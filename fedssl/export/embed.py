@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.files import IMAGE_SUFFIXES, kind_of, list_files, listed, notify_of_left_out
+from ..data.files import IMAGE_SUFFIXES, kind_of, list_files, listed, notify_of_left_out, remedy
 from ..data.image_files import BrokenImageError, image_kind, read_pixels
-from ..data.npz import NpzArchive
-from ..data.pixels import Window, channels_first, resize, to_uint8
+from ..data.npz import images_in
+from ..data.pixels import Window, in_channels, resize
+from ..data.stored_images import range_of_float_files
 from ..errors import UserError
-from ..evaluation.evaluate import in_channels
 from ..evaluation.features import extract_outputs
 from ..federation import device_named
 from ..run_folder.directory import RunDirectory
@@ -27,9 +28,6 @@ from .trained_encoder import TrainedEncoder
 
 #: the arrays of images that an .npz file may have, in the order in which they are read
 _ARRAYS = ("x", "x_train", "x_val", "x_test", "train_images", "val_images", "test_images")
-_MOST_NAMED = 5
-#: channels, height and width that the encoder takes
-Shape = tuple[int, int, int]
 #: the images' names, the images as uint8 [n, C, H, W], and the files that cannot be read, each with the reason
 ImageBatch = tuple[list[str], Tensor, list[str]]
 
@@ -96,8 +94,9 @@ def embed_images(
         if batch_names and (skip_broken or not unreadable):
             features.append(extract_outputs(network, pixels))
         progress(len(names) + len(unreadable), total)
+    summary = f"{len(unreadable)} of {total} files cannot be read: {listed(unreadable, most=5)}"
     if unreadable and not skip_broken:
-        raise UserError(f"{_summary(unreadable, total)}; repair or remove them, or leave them out with --skip-broken")
+        raise UserError(f"{summary}; repair or remove them, or leave them out with --skip-broken")
     if not names:
         raise UserError(
             f"none of the {total} files in {listed([*map(str, sources)])} can be read as an image: {unreadable[0]}"
@@ -109,7 +108,7 @@ def embed_images(
     data = _file_content(output.suffix, names, array.numpy())
     make_folder(output.absolute().parent)
     write_atomically(output, data)
-    return _summary(unreadable, total) if unreadable else ""
+    return summary if unreadable else ""
 
 
 def _file_content(suffix: str, names: list[str], features: np.ndarray) -> bytes:
@@ -128,12 +127,6 @@ def _file_content(suffix: str, names: list[str], features: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _summary(unreadable: list[str], total: int) -> str:
-    """Return `2 of 200 files cannot be read: FILE (reason), FILE (reason)`, with at most five of them named."""
-    more = f" and {len(unreadable) - _MOST_NAMED} more" if len(unreadable) > _MOST_NAMED else ""
-    return f"{len(unreadable)} of {total} files cannot be read: {', '.join(unreadable[:_MOST_NAMED])}{more}"
-
-
 def _batches(
     source: Path, encoder: TrainedEncoder, window: Window | None, batch_size: int, follow_links: bool
 ) -> tuple[int, Iterator[ImageBatch]]:
@@ -142,13 +135,17 @@ def _batches(
     if kind == "missing":
         raise UserError(f"there is no folder or file {printable(source)}: expected a folder of images or an .npz file")
     if kind != "folder":
-        arrays = _read_arrays(source, window, encoder.image_shape[0])
+        channels = encoder.image_shape[0]
+        with _as_options():
+            arrays = images_in(source, _ARRAYS, window, None if channels in (1, 3) else channels)
         return sum(map(len, arrays.values())), _from_arrays(arrays, encoder.image_shape, batch_size)
     files, others = list_files(source, follow_links)
     notify_of_left_out(others, source)
     files.sort()
     if not files:
-        raise UserError(f"{printable(source)} holds no image; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
+        raise UserError(
+            f"{printable(source)} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}{remedy(others)}"
+        )
     return len(files), _from_files(source, files, encoder, window, batch_size)
 
 
@@ -159,6 +156,8 @@ def _from_files(
     channels, height, width = shape
     if channels not in (1, 3):
         asked_for = channels
+    with _as_options():
+        window = window or range_of_float_files(files, asked_for)
     for start in range(0, len(files), batch_size):
         names, images, unreadable = [], [], []
         for file in files[start : start + batch_size]:
@@ -176,27 +175,16 @@ def _from_files(
         yield names, pixels, unreadable
 
 
-def _read_arrays(path: Path, window: Window | None, channels: int) -> dict[str, Tensor]:
-    """Return the arrays of images of an .npz file, uint8 [n, C, H, W] by name; `channels` are the encoder's."""
-    asked_for = None if channels in (1, 3) else channels
-    with NpzArchive(path) as archive:
-        names = [name for name in _ARRAYS if name in archive.names]
-        names = names or (archive.names if len(archive.names) == 1 else [])
-        if not names:
-            raise UserError(
-                f"{printable(path)} has the arrays {listed(archive.names)}; expected some of {', '.join(_ARRAYS)}, or "
-                "a single one"
-            )
-        arrays = archive.read(names)
+@contextmanager
+def _as_options() -> Iterator[None]:
+    """Name the option of `fedssl embed` in place of that of a run."""
     try:
-        pixels = to_uint8({f"{name} in {printable(path)}": arrays[name] for name in names}, window, asked_for)
+        yield
     except UserError as error:
         raise UserError(str(error).replace("data.window=", "--window ").replace("data.window", "--window")) from error
-    named = zip(names, pixels.items(), strict=True)
-    return {name: channels_first(array, text, asked_for) for name, (text, array) in named}
 
 
-def _from_arrays(arrays: dict[str, Tensor], shape: Shape, batch_size: int) -> Iterator[ImageBatch]:
+def _from_arrays(arrays: dict[str, Tensor], shape: tuple[int, int, int], batch_size: int) -> Iterator[ImageBatch]:
     channels, height, width = shape
     for name, array in arrays.items():
         for start in range(0, len(array), batch_size):

@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from fedkernels import __version__
 
 from ..data.options import DataOptions
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..models.encoders import STEMS, SmallConvNet, build_encoder, has_small_image_stem, stored_stem, timm_arguments
 from ..options import explain_errors
 from ..run_folder.storage import make_folder, require_new_folder, sync_path, write_atomically, writing
@@ -134,23 +133,20 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     """Return the encoder in an exported folder, on the CPU; raise UserError if the folder holds none or is damaged."""
     if not is_encoder_folder(folder):
         raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
-    try:
+    unread = f"{folder / CONFIG} cannot be read as an exported encoder's"
+    with explained(unread):
         config = json.loads(read_regular_file(folder / CONFIG, MOST_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("fedssl"), dict):
         raise UserError(f"{folder / CONFIG} was not written by fedssl export: it has no mapping `fedssl`")
     ours = config["fedssl"]
-    try:
+    with explained(unread):
         architecture = str(ours["architecture"])
         channels, height, width = checked_image_shape(ours["image_shape"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG} cannot be read as an exported encoder's: {error!r}") from error
     try:
         data = DataOptions(name="images", path=folder, window=ours.get("window"), channels=ours.get("channels"))
     except ValidationError as error:
         reason = "; ".join(explain_errors(error, DataOptions))
-        raise UserError(f"{folder / CONFIG} cannot be read as an exported encoder's: {reason}") from error
+        raise UserError(f"{unread}: {reason}") from error
     if ours.get("mean") != [MEAN] * channels or ours.get("std") != [STD] * channels:
         raise UserError(
             f"{folder / CONFIG} has mean {ours.get('mean')} and std {ours.get('std')}: expected {MEAN} and {STD}, with "
@@ -158,12 +154,10 @@ def read_encoder(folder: Path) -> TrainedEncoder:
         )
     network = build_encoder(architecture, channels, width, stem=stored_stem(ours))
     path = folder / WEIGHTS
-    try:
+    with explained(f"{path} cannot be loaded as {architecture}"):
         # cloned into torch's own memory, see storage.read_message
         weights = {name: tensor.clone() for name, tensor in load_tensors(read_regular_file(path)).items()}
         network.load_state_dict(weights)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise UserError(f"{path} cannot be loaded as {architecture}: {' '.join(str(error).split())}") from error
     plain: torch.nn.Module = network.requires_grad_(False).eval()
     return TrainedEncoder(
         plain, architecture, (channels, height, width), network.num_features, data.window, data.channels

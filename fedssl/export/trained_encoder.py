@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data.options import MOST_CHANNELS
 from ..data.pixels import Window
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..federation import MODEL, build_federation
 from ..models.encoders import build_encoder
 from ..models.stages import StagedEncoder
@@ -97,10 +97,8 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
                 f"{network.layers} layers: export the global model (--global) or another client's"
             )
     weights = {name.removeprefix(_ENCODER): t for name, t in entries.items() if name.startswith(_ENCODER)}
-    try:
+    with explained(f"the weights in {path} do not fit {architecture}"):
         network.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(f"the weights in {path} do not fit {architecture}: {' '.join(str(error).split())}") from error
     num_features = int(network.num_features)  # type: ignore[arg-type]
     plain = network.plain_network() if isinstance(network, StagedEncoder) else network
     plain.requires_grad_(False).eval()
@@ -134,20 +132,16 @@ def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
     if not file.is_file():  # a run of an earlier version
         channels, height, width = build_federation(recipe).dataset.train_images.shape[1:]
         return channels, height, width
-    try:
+    with explained(f"{file} cannot be read", "; expected channels, height and width"):
         values = json.loads(read_regular_file(file, MOST_JSON_BYTES))
         return checked_image_shape([values["channels"], values["height"], values["width"]])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: expected channels, height and width; {error}") from error
 
 
 def checked_image_shape(sides: Any) -> tuple[int, int, int]:
     """Return channels, height and width from a file of unknown origin; raise ValueError if they are no image's."""
-    if not (isinstance(sides, list) and len(sides) == 3 and all(type(side) is int for side in sides)):
-        raise ValueError(f"expected three whole numbers, got {str(sides)[:100]}")
+    largest = (MOST_CHANNELS, _LARGEST_SIDE, _LARGEST_SIDE)
+    whole = isinstance(sides, list) and len(sides) == 3 and all(type(side) is int for side in sides)
+    if not whole or not all(1 <= side <= most for side, most in zip(sides, largest, strict=True)):
+        raise ValueError(f"expected whole numbers from 1 to {largest}, got {str(sides)[:100]}")
     channels, height, width = sides
-    if not 1 <= channels <= MOST_CHANNELS or not 1 <= height <= _LARGEST_SIDE or not 1 <= width <= _LARGEST_SIDE:
-        raise ValueError(
-            f"expected 1 to {MOST_CHANNELS} channels and sides of up to {_LARGEST_SIDE} pixels, got {sides}"
-        )
     return channels, height, width

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import UserError
+from ..errors import UserError, explained
 
 # Up to this image side the ImageNet stem (7x7 stride 2, then a stride-2 max-pool) would discard most of the
 # picture before the first block: on small images that costs about 10 points of accuracy.
@@ -147,19 +147,14 @@ def build_encoder(
     # The forward pass also gives the true dimension of the output, which is not `num_features` in models with a
     # convolution after the pooling (MobileNetV3).
     height = height or image_size
-    try:
+    images = f"{height}x{image_size} pixels and {in_channels} channels"
+    with explained(f"architecture: timm's {architecture!r} does not take {images}", f"; {_ADVICE}"):
         model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
         small = architecture in _RESNETS or stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE)
         if isinstance(model, ResNet) and small:
             _use_small_image_stem(model, in_channels)
         output, left_out = probe(model.eval(), (in_channels, height, image_size))
         model.train()
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"architecture: timm's {architecture!r} does not take {height}x{image_size} pixels and "
-            f"{in_channels} channels ({reason}); {_ADVICE}"
-        ) from error
     if not isinstance(output, Tensor) or output.dim() != 2:
         raise UserError(f"architecture: timm's {architecture!r} does not give one vector an image; {_ADVICE}")
     if left_out:
@@ -208,16 +203,14 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
         stem = {"stem_type": "deep", "stem_width": widths[0] // 2, "zero_init_last": False}
         return "resnet18", {"in_chans": in_channels, "layers": list(layers), "channels": list(widths), **stem}
     if architecture in _SMALL_VISION_TRANSFORMERS:
-        if image_size % _GRID:
-            raise UserError(f"image_size: small_vit cuts images into {_GRID}x{_GRID} patches, got {image_size}")
+        _require_multiple(architecture, image_size, _GRID)
         width, blocks, heads = _SMALL_VISION_TRANSFORMERS[architecture]
         size = {"img_size": image_size, "patch_size": image_size // _GRID}
         shape = {"embed_dim": width, "depth": blocks, "num_heads": heads}
         return "vit_tiny_patch16_224", {"in_chans": in_channels, **size, **shape}
     if architecture in _TINY_PATCHES:
         patch = _TINY_PATCHES[architecture]
-        if image_size % patch:
-            raise UserError(f"image_size: {architecture} cuts images into {patch}x{patch} pixels, got {image_size}")
+        _require_multiple(architecture, image_size, patch)
         return "vit_tiny_patch16_224", {"in_chans": in_channels, "img_size": image_size, "patch_size": patch}
     if not timm.is_model(architecture):
         close = difflib.get_close_matches(architecture, [*encoder_names(), *_TINY_PATCHES, *timm.list_models()], n=5)
@@ -233,6 +226,16 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
         # with at least 7 patches along the image's side
         arguments["patch_size"] = next((patch for patch in (8, 4) if image_size // patch >= 7), 2)
     return architecture, arguments
+
+
+def _require_multiple(architecture: str, image_size: int, step: int) -> None:
+    if image_size % step:
+        below = image_size - image_size % step
+        sides = f"{below} or {below + step}" if below else str(step)
+        raise UserError(
+            f"image_size: {architecture} cuts images into equal patches, so a side must be a multiple of {step}, got "
+            f"{image_size}: set data.image_size={sides}"
+        )
 
 
 def take_images_of_any_size(network: nn.Module) -> None:

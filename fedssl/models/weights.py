@@ -16,8 +16,9 @@ import torch
 from pydantic import Field, model_validator
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
+from torch.serialization import safe_globals
 
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..options import Options
 from ..untrusted import quoted, read_regular_file
 from .encoders import STEMS, Encoder, Stem, build_encoder, has_small_image_stem, stored_stem
@@ -321,20 +322,13 @@ def _read(source: str) -> Weights:
 
     most = max(path.stat().st_size, _SMALLEST_LIMIT)  # torch.save compresses nothing
     if zipfile.is_zipfile(path):
-        try:
-            with zipfile.ZipFile(path) as archive:
-                _require_at_most(most, sum(entry.file_size for entry in archive.infolist()), path)
-        except (zipfile.BadZipFile, OSError, NotImplementedError, UnicodeDecodeError) as error:
-            raise UserError(f"model.weights: {path} is a damaged archive ({error}); copy or write it again") from error
-    try:
-        with torch.serialization.safe_globals([Namespace]):  # the arguments of the program, in many a checkpoint
-            state = load_state_dict(str(path), weights_only=True)
-    except Exception as error:  # torch, safetensors and timm raise many kinds for a file that holds something else
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(
-            f"model.weights: {path} cannot be read as weights ({reason}); expected tensors by name, written by "
-            "safetensors or torch.save. Files that hold code are never run"
-        ) from error
+        damaged = f"model.weights: {path} is a damaged archive"
+        with explained(damaged, "; copy or write it again"), zipfile.ZipFile(path) as archive:
+            _require_at_most(most, sum(entry.file_size for entry in archive.infolist()), path)
+    advice = "; expected tensors by name, written by safetensors or torch.save. Files that hold code are never run"
+    # the arguments of the program are in many a checkpoint
+    with explained(f"model.weights: {path} cannot be read as weights", advice), safe_globals([Namespace]):
+        state = load_state_dict(str(path), weights_only=True)
     if isinstance(state, dict):  # a tensor may repeat a few stored values without end
         state = _flat(state) if not all(isinstance(value, Tensor) for value in state.values()) else state
         size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -331,7 +331,7 @@ def _mention_weights(recipe: _Filled) -> list[str]:
     if not own or recipe.values.get("model", {}).get("weights") is not None:
         return []
     return [
-        "Networks start from scratch: from ImageNet's weights training may give more, and starts at what they are worth "
+        "Networks start from scratch: from ImageNet's weights they may learn more in less time "
         "(model.weights; docs/does_federating_pay.md)."
     ]
 

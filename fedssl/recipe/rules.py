@@ -14,7 +14,7 @@ from torch import Tensor
 from ..aggregators.base_model import BaseModel
 from ..aggregators.weighted_mean import WeightedMean
 from ..data.datasets import Dataset
-from ..errors import SendableError, UserError
+from ..errors import SendableError, UserError, explained
 from ..evaluation.evaluate import check_colours, check_labels
 from ..evaluation.fine_tuning import check_fine_tuning
 from ..models.model import Model
@@ -121,17 +121,13 @@ def check_models(recipe: Recipe, build: Callable[[str], Model], shape: tuple[int
 
 
 def _check_further_views(model: Model, shape: tuple[int, ...], architecture: str) -> None:
-    pixels = f"{shape[1]}x{shape[2]}"
-    try:
-        with torch.no_grad():
-            model.encoder.eval()(torch.zeros(2, *shape))
-    except Exception as error:  # each of timm's files raises its own
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"architecture {architecture} does not take the further views of {pixels} pixels that the augmentation "
-            f"makes ({reason}): change augmentation.local_side, or use augmentation.name=random_views or a "
-            "convolutional network such as small_resnet18"
-        ) from error
+    views = f"further views of {shape[1]}x{shape[2]} pixels that the augmentation makes"
+    advice = "change augmentation.local_side, or use augmentation.name=random_views or a convolutional network such as"
+    with (
+        torch.no_grad(),
+        explained(f"architecture {architecture} does not take the {views}", f": {advice} small_resnet18"),
+    ):
+        model.encoder.eval()(torch.zeros(2, *shape))
 
 
 def public_image_users(recipe: Recipe) -> list[str]:

@@ -35,9 +35,9 @@ from fedkernels import ViewKey
 from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
-from ..evaluation.features import extract_features, extract_view_features, require_measured_images
+from ..evaluation.features import extract_features, require_measured_images
 from ..evaluation.metrics import LARGEST_FIGURE, alignment, effective_rank, uniformity
-from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne_together
+from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne
 from ..federation import Federation, federation_of_run, require_same_data
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
@@ -186,7 +186,7 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     models: dict[str, Geometry] = {}
     for who, model in _models(federation, directory):
         features[who] = extract_features(model.encoder, images)
-        first, second = (extract_view_features(model.encoder, view) for view in views)
+        first, second = (extract_features(model.encoder, view, lambda batch: batch) for view in views)
         points = sphere_points(features[who])
         singular_values = log_covariance_singular_values(features[who]).tolist()
         models[who] = Geometry(
@@ -228,7 +228,8 @@ def _tsne(features: Mapping[str, Tensor], seed: int) -> dict[str, list[list[floa
     local = next((who for who in features if who != GLOBAL), None)
     if GLOBAL not in features or local is None or len(features[GLOBAL]) <= 3:  # too few images for any perplexity
         return {}
-    points = tsne_together(features[GLOBAL][:_TSNE_IMAGES], features[local][:_TSNE_IMAGES], seed)
+    shown = [features[who][:_TSNE_IMAGES] for who in (GLOBAL, local)]
+    points = tsne(torch.cat(shown), seed).split([len(one) for one in shown])  # together, as of one space
     return {who: _rounded(where) for who, where in zip((GLOBAL, local), points, strict=True)}
 
 

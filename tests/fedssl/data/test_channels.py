@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedssl.data.datasets import load_dataset
 from fedssl.data.files import list_files
 from fedssl.data.image_files import image_kind, read_pixels, stored_values
 from fedssl.data.image_kinds import BrokenImageError
@@ -158,7 +159,8 @@ def varying(low: float, high: float) -> np.ndarray:
         ([varying(0, 1), varying(0, 1)[:, :, :4]], {"window": (0, 1)}, r"0\.npy has 5 channels and .*1\.npy 4"),
         ([np.full((8, 8, 5), np.nan, "f4")], {"window": (0, 1)}, r"0\.npy .*\(pixels that are NaN or infinite\)"),
         ([varying(0, 1), varying(7, 9)], {"window": (0, 1)}, r"1\.npy .*all values, 7 to 9, lie outside data\.window"),
-        ([varying(0, 1)], {}, r"values 0 to 1 .* or data\.window=percentiles"),
+        ([varying(0, 1), varying(-1, 1)], {}, r"1\.npy has pixels from -1 to 1; expected uint8, or floats in \[0, 1\]"),
+        ([varying(0, 1), varying(0, 9)[:, :, :1]], {"channels": 1}, r"expected .* of 1 channels"),
         ([varying(0, 1)], {"window": ((0, 1), (0, 2))}, r"data\.window has 2 pairs, but the images have 5 channels"),
         ([random_pixels(40, 40, 33)], {}, r"0\.npy .*an array \[40, 40, 33\], expected .* of 1 to 32 channels"),
         ([random_pixels(8, 8, 5)], {"channels": 4}, r"0\.npy .*an array \[8, 8, 5\], expected .* of 4 channels"),
@@ -169,6 +171,16 @@ def test_folders_that_are_refused(tmp_path, arrays, options, says):
     for number, array in enumerate(arrays):
         np.save(tmp_path / f"{number}.npy", array)
     refused(says, DataOptions(name="images", path=tmp_path, image_size=8, **options))
+
+
+@pytest.mark.parametrize(("most", "told"), [(1.0, False), (1.05, True), (200.0, False)])
+def test_arrays_of_floats_are_the_same_images_in_files_and_in_one_file(tmp_path, caplog, most, told):
+    arrays = np.stack([varying(0, most), varying(0, most)[::-1]])
+    for number, array in enumerate(arrays):
+        np.save(tmp_path / f"{number}.npy", array)
+    in_files = load_dataset(DataOptions(name="images", path=tmp_path, image_size=8), 0).train_images
+    assert ("values are above 1, up to 1.05" in caplog.text) == told
+    assert torch.equal(in_files, load_npz(save(tmp_path / "x.npz", x=arrays)).train_images)
 
 
 def test_other_refusals(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from fedssl.data.datasets import load_dataset
 from fedssl.data.files import list_files
 from fedssl.data.options import DataOptions
+from fedssl.data.summary import summarise
 from fedssl.errors import UserError
 from fedssl.tables.dry_run import training_data
 from tests.fedssl.data.data_files import refused, write_image
@@ -17,7 +18,7 @@ from tests.fedssl.reports.synthetic_runs import evaluated, write_run
 def a_folder(tmp_path: Path) -> DataOptions:
     for split in ("train", "test"):
         for name in ("ant", "bee"):
-            write_image(tmp_path / split / name / "1.png", 50)
+            write_image(tmp_path / split / name / "1.png", 50 + len(split) + 9 * (name == "ant"))
     return DataOptions(name="folder", path=tmp_path)
 
 
@@ -39,6 +40,43 @@ def test_files_that_are_left_out_are_named_but_what_programs_leave_behind_is_nei
     assert "fedssl: 3 files are left out of" in caplog.text
     assert "train/ant/notes.txt, train/bee/photo.heic, train/loose.png; images end with jpg," in caplog.text
     assert "dicom, and each must be in the folder of its class" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        *(("scan.NII.gz", "save each slice"), ("scan.nii", "save each slice"), ("s.svs", "vips dzsave")),
+        *(("p.HEIC", "magick mogrify"), ("v.mp4", "ffmpeg -i VIDEO"), ("all.zip", "unpack archives")),
+        *(("a.h5", "read arrays with h5py"), ("t.parquet", "save the image of each row"), ("a.npz", "data.name=npz")),
+    ],
+)
+def test_files_that_are_no_images_are_named_with_what_makes_images_of_them(tmp_path, caplog, name, says):
+    write_image(tmp_path / "images" / "1.png", 1)
+    file = tmp_path / "images" / name
+    file.write_bytes(b"content")
+    load_dataset(DataOptions(name="images", path=tmp_path / "images"), 0)
+    assert f"1 file is left out of {tmp_path}/images: {name}; images end with" in caplog.text
+    assert caplog.text.count(f"; {says}") == 1
+    assert ("unpack" in caplog.text) == name.endswith(".zip")
+    refused(
+        rf"{name} is no folder; set data\.path to a folder of images; .*{says}", DataOptions(name="images", path=file)
+    )
+    if name != "a.npz":
+        refused(rf"{name} cannot be read as an \.npz file .*; .*{says}", DataOptions(name="npz", path=file))
+    (tmp_path / "images" / "1.png").unlink()
+    with pytest.raises(UserError, match=rf"holds no image; images end with .*{says}"):
+        summarise({"name": "images", "path": str(tmp_path / "images")})
+
+
+@pytest.mark.parametrize(
+    ("images", "masks"), [("images", "masks"), ("train/Images", "train/Labels"), ("cat", "mask"), ("images/mask", "b")]
+)
+def test_a_folder_of_masks_beside_that_of_images_is_told(tmp_path, caplog, images, masks):
+    for folder in (images, masks):
+        write_image(tmp_path / folder / "1.png", len(folder))
+    load_dataset(DataOptions(name="images", path=tmp_path), 0)
+    told = f"{masks} in {tmp_path} has the name of masks, and its files count as images"
+    assert (told in caplog.text) == ("images" in images.lower() and masks != "b")
 
 
 def test_results_of_runs_are_no_images(tmp_path, caplog, tiny):

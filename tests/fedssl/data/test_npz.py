@@ -74,7 +74,7 @@ def test_floats_that_resizing_has_brought_somewhat_above_1_are_those_of_0_to_1(t
     images = load_npz(save(tmp_path / "a.npz", x_train=x_train, x_test=x_test, y_train=y, y_test=y))
     for found, wanted in ((images.train_images, x_train), (images.test_images, x_test)):
         assert np.array_equal(found[:, 0], np.rint(np.minimum(wanted, 1) * 255))
-    assert re.search(r"x_train in .* has 1 of 384 values above 1, up to 1\.0[05]", caplog.text)
+    assert re.search(r"1 of 768 values are above 1, up to 1\.0[05]\d*, and count as 1: x_train in", caplog.text)
 
 
 def test_floats_of_neither_range_are_refused_and_those_of_a_dark_set_are_told(tmp_path, caplog):
@@ -83,7 +83,7 @@ def test_floats_of_neither_range_are_refused_and_those_of_a_dark_set_are_told(tm
     says = r"x in .* has floats up to 200, but most of those above 0 are at most 1; expected floats in \[0, 1\] or in"
     refused(says, DataOptions(name="npz", path=save(tmp_path / "a.npz", x=x)))
     sparse = np.zeros((6, 8, 8))
-    sparse[:, 1, 1] = 200.0
+    sparse[np.arange(6), 1, np.arange(6)] = 200.0
     assert load_npz(save(tmp_path / "b.npz", x=sparse)).train_images.unique().tolist() == [0, 200]
     assert caplog.text == ""
     load_npz(save(tmp_path / "c.npz", x=1 + x / 200))
@@ -126,6 +126,7 @@ def spoiled_pixels(value: float, count: int) -> np.ndarray:
         ({"x_train": random_pixels(12, 0, 8, 3)}, r"x_train in .* is empty \(shape \[12, 0, 8, 3\]\)"),
         ({"y_train": np.arange(12) - 1}, r"y_train in .* 1 negative labels"),
         ({"y_train": np.arange(12) / 2}, r"y_train in .* type float64; labels must be integers"),
+        ({"y_train": np.where(np.arange(12) > 9, np.nan, 1)}, r"y_train in .* and 2 labels that are NaN; .*leave out"),
         ({"y_train": np.eye(12, dtype=int)}, r"y_train in .* shape \[12, 12\]"),
         ({"y_train": np.array(3)}, r"y_train in .* has shape \[\]; expected"),
         ({"y_train": np.arange(12) * 10**9}, r"renumber the classes"),
@@ -140,6 +141,35 @@ def spoiled_pixels(value: float, count: int) -> np.ndarray:
 )
 def test_bad_contents(tmp_path, change, says):
     refused(says, of(save(tmp_path / "bad.npz", **(good_arrays() | change))))
+
+
+ONE_HOT = {f"y_{part}": np.eye(3, dtype=int)[np.arange(count) % 3] for part, count in (("train", 12), ("test", 5))}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"y_train": 1 + np.arange(12) % 2}, "no training image is of the class 0: number classes 0, 1, 2"),
+        ({"y_train": np.arange(12) % 2 * 3}, "no training image is of the class 1, 2: "),
+        (
+            {"class_names": np.array(["Circle", "dog", "circle "])},
+            "'Circle' and 'circle ' differ in capitals or spaces",
+        ),
+        ({"class_names": np.array(["a", "NaN", "b"])}, "NaN counts as a class: leave such images out"),
+        ({"y_test": np.ones(5, int)}, "all test images are of one class, so that no accuracy and no AUROC"),
+        ({"y_train": np.ones(12, int), "y_test": np.ones(5, int)}, "all training and all test images are of one class"),
+        (ONE_HOT, "each image has exactly one of several labels: save labels.argmax(1)"),
+        (
+            {"x_test": good_arrays()["x_train"][7:]},
+            "5 of 17 images have the pixels of an earlier one, such as x_t",
+        ),
+    ],
+)
+def test_odd_labels_and_copies_are_told(tmp_path, caplog, change, says):
+    load_npz(save(tmp_path / "good.npz", **good_arrays()))
+    assert caplog.text == ""
+    load_npz(save(tmp_path / "odd.npz", **(good_arrays() | change)))
+    assert f"fedssl: {says}" in caplog.text
 
 
 def test_wrong_keys_are_listed(tmp_path):
@@ -217,7 +247,7 @@ def write_npz(path: Path, kind: int = zipfile.ZIP_STORED, **members: bytes) -> P
         (npy("{'descr': '|u1'"), r"corrupt"),
         (npy("[" * 5000), r"corrupt"),
         (npy("{}" + " " * 30000), r"corrupt"),
-        (npy(described("(1,)"), b"x", (9, 9)), r"version"),
+        (npy(described("(1,)"), b"x", (9, 9)), r"corrupt"),
         (b"\x93NUMPY", r"corrupt"),
         (b"", r"corrupt"),
         (b"no array at all", r"corrupt"),

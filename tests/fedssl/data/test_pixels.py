@@ -43,7 +43,7 @@ def test_deep_files_need_a_window_and_keep_their_grays(tmp_path, dtype, suffix, 
     assert np.array_equal(by_image[1, 0].numpy(), wanted)
     full = folder_of(tmp_path, pixels, suffix, window="full")
     if dtype == "f4":
-        refused("floats, which have no full range", full)
+        refused("no full range, as they are floats", full)
     else:
         limits = np.iinfo(dtype)
         share = (pixels.astype(float) - limits.min) / (float(limits.max) - limits.min)

@@ -54,7 +54,7 @@ def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):  
     assert evaluate_run(run).read_text().splitlines()[0] == (
         "client,effective_rank,alignment,uniformity,view_retrieval,pixel_view_retrieval"
     )
-    with pytest.raises(UserError, match="semi-supervised evaluation needs labels"):
+    with pytest.raises(UserError, match="semi_supervised or fine_tune need labels"):
         evaluate_run(run, [0.1])
 
 
@@ -81,7 +81,7 @@ def test_in_memory_and_stopped_and_resumed_from_a_file_a_run_is_the_same_bit_for
     [
         ({"objective": "supervised"}, r"objective supervised trains on labels, and the images of data\.name=images"),
         ({"partition": {"name": "dirichlet", "clients": 3}}, r"set partition='\{name: iid, clients: 3\}'"),
-        ({"evaluation": {"semi_supervised": [0.1]}}, r"semi-supervised evaluation needs labels"),
+        ({"evaluation": {"semi_supervised": [0.1]}}, r"semi_supervised or fine_tune need labels"),
     ],
 )
 def test_what_needs_labels_is_refused(folder, tiny, changes, says):
@@ -123,8 +123,8 @@ def test_several_labels_an_image_are_measured_by_auroc(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("y_test", "says"),
     [
-        (random_pixels(15, 3) % 2, r"y_test has shape \[15, 3\]; expected .* 4 labels, as y_train has"),
-        (random_pixels(14, 4) % 2, r"y_test has shape \[14, 4\]; expected a line for each image of x_test"),
+        (random_pixels(15, 3) % 2, r"y_test in .* has 3 columns; expected 4, one for each label, as y_train has"),
+        (random_pixels(14, 4) % 2, r"x_test has 15 images but y_test has 14 labels"),
         (random_pixels(15, 4), r"y_train in .* has shape \[36, 4\]; expected \[n\] or \[n, 1\]"),
     ],
 )

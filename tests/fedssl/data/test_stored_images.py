@@ -172,8 +172,17 @@ def test_grey_arrays_that_become_three_equal_channels_are_told(tmp_path, caplog)
     np.save(tmp_path / "a.npy", random_pixels(8, 8))
     images = load_dataset(options_of(tmp_path, None, labels=None, channels=3), 0).train_images
     assert images.shape[1] == 3
-    says = "1 of 1 images are grey and become three equal channels, as data.channels=3 says"
+    says = "1 of 1 images are grey and become three equal channels, as data.channels or the training images say"
     assert f"{says}: {tmp_path}/a.npy" in caplog.text
+
+
+def test_images_that_are_there_twice_are_told(folder, caplog):
+    load_dataset(options_of(folder, None), 0)
+    assert "pixels of an earlier one" not in caplog.text
+    (folder / "a" / "again.png").write_bytes((folder / "b" / "5.png").read_bytes())
+    load_dataset(options_of(folder, None, labels=None), 0)
+    pair = f"{folder}/a/again.png and {folder}/b/5.png"
+    assert f"1 of 31 images have the pixels of an earlier one, such as {pair}: leave out" in caplog.text
 
 
 def test_image_files_that_are_all_nearly_black_are_told(tmp_path, caplog):

@@ -134,7 +134,7 @@ def test_encoders_of_unlabelled_images_are_fine_tuned_on_the_other_data(noisy, t
     np.savez(unlabelled, x=np.random.default_rng(0).integers(0, 256, (60, 8, 8), dtype=np.uint8))
     evaluation = tiny_values()["evaluation"] | {"fine_tune": {"epochs": 2, "warmup_epochs": 0}}
     values = AVERAGED | {"data": {"name": "npz", "path": str(unlabelled)}, "partition": {"name": "iid", "clients": 2}}
-    with pytest.raises(UserError, match="fine-tuning needs labels"):
+    with pytest.raises(UserError, match="fine_tune need labels"):
         in_process.run(noisy(rounds=1, **values, evaluation=evaluation), tmp_path / "refused")
     evaluation["downstream"] = {"bright": {"name": "npz", "path": str(other_data)}}
     in_process.run(noisy(rounds=1, **values, evaluation=evaluation), tmp_path / "run")
@@ -183,6 +183,15 @@ def test_the_accuracy_is_that_of_the_whole_network_on_the_test_images(measured):
     # Labels that the network gives itself are all predicted, so the measure cannot be a constant.
     own = dataclasses.replace(dataset, test_labels=predicted)
     assert evaluate_model(model, own, EvaluationOptions(neighbors=5), 0, linear=False)[0]["classifier"] == 100.0
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_no_accuracy_is_measured_where_all_images_of_a_split_are_of_one_class(measured, split):
+    _, model, dataset = measured
+    one = dataclasses.replace(dataset, **{f"{split}_labels": torch.ones_like(getattr(dataset, f"{split}_labels"))})
+    options = EvaluationOptions(few_labels=[0.1], semi_supervised=[0.1], fine_tune={})
+    metrics, _ = evaluate_model(model, one, options, 0, linear=True, fine_tune=True)
+    assert set(metrics) == {"effective_rank", "view_retrieval", "pixel_view_retrieval"}
 
 
 def test_other_data_have_other_classes_and_self_supervised_models_no_classifier(measured, tiny):

@@ -74,12 +74,6 @@ def test_a_subset_takes_the_fraction_of_every_class_and_at_least_one():
     assert labeled_subset(torch.tensor([1, 0, 0, 2]), 1.0, torch.Generator()).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.01, float("nan")])
-def test_a_fraction_out_of_range_is_refused(encoder, fraction):
-    with pytest.raises(UserError, match="fraction: expected above 0 and at most 1"):
-        accuracy(encoder, fraction=fraction)
-
-
 # The protocols
 
 

@@ -1,5 +1,7 @@
 """The encoders: shapes, the adaptation to small images, the documented sizes, and the errors."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -114,8 +116,16 @@ def test_vision_transformers_have_patches_for_the_images_or_as_their_name_says(n
     assert encoder.patch_embed.grid_size == (side // patch, side // patch)
     assert encoder(torch.randn(2, 1, side, side)).shape == (2, 192)
     if "16" not in name:
-        with pytest.raises(UserError, match=f"{name} cuts images into"):
+        says = f"{name} cuts images into .* got {side + 2}: set data.image_size={side} or {side + patch}"
+        with pytest.raises(UserError, match=says):
             build_encoder(name, 1, side + 2)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")])
+def test_an_encoder_that_lacks_memory_is_not_said_to_refuse_the_images(monkeypatch, error):
+    monkeypatch.setattr("fedssl.models.encoders.probe", Mock(side_effect=error))
+    with pytest.raises(UserError, match=r"^the memory does not suffice \(.*\): free some, or use smaller networks"):
+        build_encoder("resnet18", 1, 8)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
     [
         ("trainin.batch_size=16", ["trainin: unknown key", "did you mean training?"]),
         ("training.batch_size=abc", ["training.batch_size", "integer", "'abc'"]),
+        ("rounds=9223372036854775808", ["rounds", "has more than 64 bits"]),
+        ("objective.hidden_features=2147483648", ["hidden_features: input should be at most 2147483647"]),
+        ("evaluation.linear.learning_rate=1e308", ["evaluation.linear.learning_rate: input should be at most 1e+38"]),
         ("training.batch_size=1", ["training.batch_size", "greater than or equal to 2", "got 1"]),
         ("regularizers.0.weights=1", ["regularizers.0.weights: unknown key", "did you mean weight?"]),
         ("regularizers.0.weight=.nan", ["regularizers.0.weight", "finite"]),
