@@ -23,8 +23,6 @@ from .messages import Message
 from .options import Options
 from .outliers import outliers
 
-_Extremes = dict[str, tuple[float, float]]  # the smallest and the largest entry of tensors by name
-
 #: why a client's answer was left out of the last round: `refused/3` in the config of the server's state
 REFUSED = "refused/"
 #: why a client counts by fewer images in the last round than it states: `capped/3` in the config
@@ -94,7 +92,6 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
     An answer's tensor has the dtype of the server's entry of the same name, and is float32 where it was asked for and
     there is none. `largest` is `GuardOptions.largest_value`.
     """
-    extremes = {k: {name: _extremes(tensor) for name, tensor in reply.tensors.items()} for k, reply in replies.items()}
     sizes: dict[str, int | range | None] = {**_shared_sizes(replies, asked.expected), **asked.sizes}
     capped = capped_images(asked.samples, asked.largest_share)
     reasons = {}
@@ -103,7 +100,7 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
         own_images = None if images is None else range(1, int(_MOST_GROWTH * capped.get(k, images)) + 1)
         reason = (
             _fault_of_shapes(replies[k], asked.expected[k], sizes | {OWN_IMAGES: own_images})
-            or _fault_of_tensors(server, k, replies[k], extremes[k], asked, largest)
+            or _fault_of_tensors(server, k, replies[k], asked, largest)
             or _fault_of_numbers(replies[k], images)
         )
         if reason:
@@ -199,13 +196,11 @@ def _size_text(wanted: int | range | None) -> str:
     return "any" if wanted is None else str(wanted)
 
 
-def _fault_of_tensors(
-    server: Message, k: int, reply: Message, extremes: _Extremes, asked: Asked, largest: float
-) -> str | None:
+def _fault_of_tensors(server: Message, k: int, reply: Message, asked: Asked, largest: float) -> str | None:
     for name, tensor in reply.tensors.items():
         if asked.complete and name not in asked.expected[k]:
             return f"{name} was not asked for"
-        known, (low, high) = server.tensors.get(name), extremes[name]
+        known, (low, high) = server.tensors.get(name), _extremes(tensor)
         wanted = torch.float32 if known is None else known.dtype
         if tensor.dtype != wanted and (known is not None or name in asked.expected[k]):
             return f"{name} has dtype {tensor.dtype}, expected {wanted}"

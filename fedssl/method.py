@@ -23,7 +23,7 @@ from .messages import Message, Transport, from_transport, merge, to_transport
 from .models.model import Model
 from .models.stages import StagedEncoder
 from .objectives.base import Objective
-from .outliers import weight_changes
+from .outliers import change_of_mean, weight_changes
 from .randomness import deterministic_on, seeded
 from .regularizers.base import Regularizer
 from .running_statistics import joined_statistics
@@ -171,6 +171,7 @@ class Method:
         stated: Mapping[int, int],
     ) -> Message:
         """Return the state from these replies; raise an exception where the next round's messages cannot be made."""
+        change = change_of_mean(server, replies)
         replies, capped = self._capped(server, replies, stated)
         config = {name: value for name, value in server.config.items() if not name.startswith((REFUSED, CAPPED))}
         state = Message(dict(server.tensors), dict(server.numbers), config)
@@ -181,7 +182,7 @@ class Method:
             state.config.update(changed.config)
             state.metrics.update(changed.metrics)
         state.config.update({f"{CAPPED}{k}": reason for k, reason in capped.items()})
-        state.numbers.update(self.note_answers(replies, round_number))
+        state.numbers.update(self.note_answers(replies, round_number) | change)
         messages = self._messages(state, sorted(replies), min(round_number + 1, self.rounds))
         sent = {id(tensor): (name, tensor) for message in messages.values() for name, tensor in message.tensors.items()}
         for name, tensor in sent.values():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from statistics import median_low
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +19,15 @@ from .messages import Message
 _MOST_OF_WEIGHT = 30.0  # size and change of a weight
 _MOST_OF_OTHER = 1000.0  # size and change of a running statistic or a tensor of no model; size of what was zero before
 _MOST_OF_UPDATE = 5.0  # length of the change of all weights
+#: in the numbers of the server's state: how much a secure mean has changed the weights, and how many weights
+_MEAN_CHANGE, _MEAN_WEIGHTS = "secure mean/change", "secure mean/weights"
 _ENOUGH = 3  # answers; the lower median of two is the smaller one
 
 #: by tensor its root mean square and its largest magnitude
 _Sizes = dict[str, tuple[float, float]]
+#: a client, what is compared of its answer, its value and the largest value that is accepted
+_Comparison = tuple[int, str, float, float]
 _MEASURES = ("as root mean square", "in magnitude")
-
-
-class Comparison(NamedTuple):
-    """What is compared of a client's answer, its value and the largest value that is accepted."""
-
-    client: int
-    what: str
-    value: float
-    most: float
 
 
 def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[int, float]) -> dict[int, str]:
@@ -42,6 +36,7 @@ def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[in
     Tensors are compared by root mean square and by largest magnitude. A weight may be 30 times and a running statistic
     1000 times as large as the server's and as the median of the answers (of two in the middle the lower one), whichever
     is larger; a weight that was zero 1000 times the median. All weights together may not become 30 times smaller.
+    A secure mean may change the weights five times as much as that of the round before, if the same weights travel.
     From three answers on, the change of a tensor since the server's state may be these multiples of the median change
     of this tensor, or of all weights, and the change of all weights 5 times its median. A client with more images than
     the median takes more steps: its limits are higher by that factor.
@@ -56,6 +51,10 @@ def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[in
     usual = median_low(images[k] for k in replies) if replies else 0.0
     factors = {k: max(1.0, images[k] / usual) for k in replies}
     compared = [*compared_sizes(server, replies, factors, alone)]
+    change, before = change_of_mean(server, replies), server.numbers
+    if change and change[_MEAN_WEIGHTS] == before.get(_MEAN_WEIGHTS):
+        what = "under secure aggregation the clients' mean has changed the weights, after the round before it, by"
+        compared += [(k, what, change[_MEAN_CHANGE], _MOST_OF_UPDATE * before[_MEAN_CHANGE]) for k in replies]
     if len(replies) >= _ENOUGH and not alone:
         compared += compared_changes(server, replies, factors)
     reasons: dict[int, str] = {}
@@ -64,6 +63,14 @@ def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[in
             reason = f"{what} {value:.3g}, far above the server's and the round's median: expected at most {most:.3g}"
             reasons.setdefault(client, reason)
     return reasons
+
+
+def change_of_mean(server: Message, replies: Mapping[int, Message]) -> dict[str, float]:
+    """Return numbers for the server's next state where several clients' answers are one mean, see `outliers`."""
+    if len(replies) < 2 or len({id(reply.tensors) for reply in replies.values()}) > 1:
+        return {}
+    changes, counts = _sizes(replies[min(replies)], server), _counts_of_weights(server)
+    return {_MEAN_CHANGE: _typical(changes, counts), _MEAN_WEIGHTS: float(sum(counts.get(n, 0) for n in changes))}
 
 
 def weight_changes(server: Message, replies: Mapping[int, Message]) -> dict[int, float]:
@@ -79,7 +86,7 @@ def weight_changes(server: Message, replies: Mapping[int, Message]) -> dict[int,
 
 def compared_sizes(
     server: Message, replies: Mapping[int, Message], factors: Mapping[int, float], alone: bool
-) -> Iterator[Comparison]:
+) -> Iterator[_Comparison]:
     """Yield the sizes of each floating-point tensor, and how many times smaller all weights together have become.
 
     `alone` says that there is one answer, whose median tells nothing: only weights are compared, with the server's.
@@ -107,31 +114,31 @@ def compared_sizes(
             if name in counts:  # a scale or a bias of few entries may pass through zero
                 most = max(most, multiple * typical, 1000.0 if single else 0.0)
             for k, size in holders.items():
-                yield Comparison(k, f"{name} holds, {measure},", size, most * factors[k])
+                yield (k, f"{name} holds, {measure},", size, most * factors[k])
     for k, answer in answers.items():
         sent = {name: own[name] for name in answer if name in counts}
         before, after = _typical(sent, counts), _typical(answer, counts)
         times = before / after if after else math.inf if before else 1.0
-        yield Comparison(k, "its weights have become smaller by a factor of", times, multiple)
+        yield (k, "its weights have become smaller by a factor of", times, multiple)
 
 
 def compared_changes(
     server: Message, replies: Mapping[int, Message], factors: Mapping[int, float]
-) -> Iterator[Comparison]:
+) -> Iterator[_Comparison]:
     """Yield the change of all weights together, and the sizes of the change of each tensor, counters too."""
     answers, counts = {k: _sizes(reply, server) for k, reply in replies.items()}, _counts_of_weights(server)
     typical = {k: _typical(answer, counts) for k, answer in answers.items()}
     usual_weight = median_low(typical.values())
     for k, change in typical.items():
         most = _MOST_OF_UPDATE * factors[k] * usual_weight
-        yield Comparison(k, "its weights have changed, as root mean square of all, by", change, most)
+        yield (k, "its weights have changed, as root mean square of all, by", change, most)
     for name in dict.fromkeys(name for answer in answers.values() for name in answer):
         for i, measure in enumerate(_MEASURES):
             holders = {k: answer[name][i] for k, answer in answers.items() if name in answer}
             usual = max(usual_weight, median_low(holders.values()))
             for k, change in holders.items():
                 most = _multiple(name, counts) * factors[k] * usual
-                yield Comparison(k, f"{name} has changed, {measure}, by", change, most)
+                yield (k, f"{name} has changed, {measure}, by", change, most)
 
 
 def _counts_of_weights(server: Message) -> dict[str, int]:

@@ -187,15 +187,13 @@ def supernode(
             metavar="DIGEST", help="Run the app with this digest besides those in the site's file; may be repeated."
         ),
     ] = None,
-    ask: Annotated[bool, Option("--ask", help="Show an app that is not approved on the terminal, and ask.")] = False,
     insecure: _Insecure = False,
 ) -> None:
     """Start Flower's SuperNode for this site. It takes part in runs until it is stopped.
 
-    With --allow, --ask or approved_apps in the site's file, it runs approved apps alone.
+    With --allow or approved_apps in the site's file, it runs approved apps alone.
     """
-    code = _flower("deploy.nodes").supernode(site, superlink, root_certificates, key, insecure, allow or (), ask)
-    raise Exit(code)
+    raise Exit(_flower("deploy.nodes").supernode(site, superlink, root_certificates, key, insecure, allow or ()))
 
 
 def _deploy_folders() -> ModuleType:

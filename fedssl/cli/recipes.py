@@ -195,12 +195,12 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
         )
     from rich.table import Table as TextTable
 
-    from ..engines.flower.privacy_accountant import epsilon_after, noise_multiplier, predicted_rounds, rounds_within
+    from ..engines.flower.privacy_accountant import epsilon_after, noise_multiplier, rounds_within
     from ..federation import build_federation
 
     federation = build_federation(loaded)
     parts = [federation.answering_clients(r, federation.sampled_clients(r)) for r in range(1, loaded.rounds + 1)]
-    rounds = predicted_rounds(loaded, parts)
+    rounds = {k: sum(k in clients for clients in parts) for k in range(loaded.partition.clients)}
     table = TextTable("rounds of", "clients", f"epsilon at delta {options.delta:g}")
     for count in sorted(set(rounds.values())):
         clients = ", ".join(str(k) for k in rounds if rounds[k] == count)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import io
 import json
 import re
 import sys
-import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -27,6 +25,7 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.run import Run
 from flwr.supernode import start_client_internal
 
+from ..data.files import listed
 from ..engines.flower.site_options import load_site
 from ..errors import UserError, installed_distribution
 from ..run_folder.creation import default_folder
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 # JSON's escapes are valid in TOML, except those of characters beyond 16 bits
 _toml = partial(json.dumps, ensure_ascii=False)
-_MOST_SHOWN = 20_000  # characters of an app that the site's owner is asked about
-_MOST_NAMED = 2  # approved digests that a refusal names; its text may have 500 characters
 
 _pull_and_store_message = start_client_internal._pull_and_store_message
 _insert_message = start_client_internal._insert_message
@@ -105,49 +102,29 @@ class AppRefused(Exception):
     """The site does not run an app; the text gives the reason and is sent to the server."""
 
 
-class ApprovedApps:
-    """The apps that may run at a site: those of its file, of `--allow` and those approved on the terminal."""
+def require_approved(site_file: Path, allowed: Iterable[str], digest: str) -> None:
+    """Raise AppRefused for an app, a zip file with this SHA-256, that neither `allowed` nor the site's file approves.
 
-    def __init__(self, site_file: Path, allowed: Iterable[str], ask: bool):
-        """Keep the approvals; `site_file` is read again for each app, as it may be changed while the site runs.
-
-        Raises:
-            UserError: an allowed digest is not 64 hexadecimal digits; there is no terminal to ask on.
-        """
-        self._site_file, self._ask = site_file, ask
-        self._allowed = {require_digest(digest) for digest in allowed}
-        if ask and not sys.stdin.isatty():
-            raise UserError("--ask needs a terminal to ask on: approve digests with --allow or in the site's file")
-
-    def require(self, digest: str, content: bytes) -> None:
-        """Raise AppRefused for an app, a zip file with this SHA-256, that is not approved."""
-        try:
-            approved = self._allowed | set(load_site(self._site_file).approved_apps or ())
-        except UserError as error:
-            raise AppRefused("this site's file cannot be read any more: its own log has the reason") from error
-        if digest in approved:
-            return
-        if self._ask and _is_approved_on_terminal(digest, content):
-            self._allowed.add(digest)
-            return
-        names = "no app is approved"
-        if approved:
-            names = f"the approved {'digest is' if len(approved) == 1 else 'digests are'} "
-            names += ", ".join(sorted(approved)[:_MOST_NAMED])
-        if len(approved) > _MOST_NAMED:
-            names += f" and {len(approved) - _MOST_NAMED} more"
-        raise AppRefused(
-            f"this site runs only apps that its owner has approved: the app has the digest {digest}, and {names}"
-        )
+    The file is read for each app, as it may be changed while the site runs.
+    """
+    try:
+        approved = {*allowed, *(load_site(site_file).approved_apps or ())}
+    except UserError as error:
+        raise AppRefused("this site's file cannot be read any more: its own log has the reason") from error
+    if digest in approved:
+        return
+    names = f"the approved {'digest is' if len(approved) == 1 else 'digests are'} {listed(sorted(approved), most=2)}"
+    told = f"the app has the digest {digest}, and {names if approved else 'no app is approved'}"
+    raise AppRefused(f"this site runs only apps that its owner has approved: {told}")  # of at most 500 characters
 
 
-def refuse_other_apps(approved: ApprovedApps) -> None:
+def refuse_other_apps(approved: Callable[[str], None]) -> None:
     """Change Flower's modules in this process, which then runs `flower-supernode`."""
     start_client_internal._pull_and_store_message = partial(pull_approved, approved)
 
 
 def pull_approved(
-    approved: ApprovedApps,
+    approved: Callable[[str], None],
     *,
     receive: Callable[[], Any],
     get_run: Callable[[int], Run],
@@ -156,8 +133,9 @@ def pull_approved(
 ) -> int | None:
     """Take the next message and, for a new run, its app, as Flower's function does; refuse an app that is not approved.
 
-    `receive`, `get_run` and `get_fab` ask the SuperLink for a message, for its description of a run, and for a run's
-    app. For an app that is refused, the server gets an error with the reason as the answer to the message.
+    `approved` raises AppRefused for the digest of an app that is not. `receive`, `get_run` and `get_fab` ask the
+    SuperLink for a message, for its description of a run, and for a run's app. For an app that is refused, the server
+    gets an error with the reason as the answer to the message.
 
     Returns:
         The run's number; None if there is no message.
@@ -192,13 +170,13 @@ def pull_approved(
         return run
 
 
-def _require_approved(approved: ApprovedApps, fab: Fab, run: Run) -> None:
+def _require_approved(approved: Callable[[str], None], fab: Fab, run: Run) -> None:
     """Refuse an app that is not approved, and one that the SuperLink describes as another than it is.
 
     Flower finds an installed app by the SuperLink's description, which could name another app.
     """
     digest = hashlib.sha256(fab.content).hexdigest()
-    approved.require(digest, fab.content)
+    approved(digest)
     described = {fab.hash_str, run.fab_hash}
     if described != {digest}:
         raise AppRefused(f"the server calls the app {' and '.join(sorted(described))}, but its digest is {digest}")
@@ -207,32 +185,3 @@ def _require_approved(approved: ApprovedApps, fab: Fab, run: Run) -> None:
         raise AppRefused(f"the server calls the app {run.fab_id} {run.fab_version}, but it is {name} {version}")
     if run.primary_task_type == TaskType.AGENT_APP:
         raise AppRefused("the server asks for an agent, which no app of fedssl is")
-
-
-def _is_approved_on_terminal(digest: str, content: bytes) -> bool:
-    files = _files_as_text(content)
-    print(f"\nThe server sends an app that is not approved. Its digest is {digest}. Its files:\n{files}")
-    try:
-        answer = input("Run this app at this site, until the site is stopped? Type yes or no: ")
-    except EOFError:
-        return False
-    return answer.strip().lower() in ("y", "yes")
-
-
-def _files_as_text(content: bytes) -> str:
-    """Return an app's files as text that is safe to print, with a note if the app is too long or broken."""
-    parts, left = [], _MOST_SHOWN
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            for entry in archive.infolist():
-                with archive.open(entry) as file:
-                    text = file.read(left + 1).decode(errors="replace")
-                parts.append(f"--- {printable(entry.filename)}\n{printable(text[:left], keep=chr(10))}")
-                left -= min(len(text), left)
-                if len(text) > left and not left:
-                    advice = "get its folder from the operator before you approve it"
-                    parts.append(f"--- The app is longer than this: {advice}.")
-                    break
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        parts.append(f"--- The app cannot be read: {printable(str(error))}")
-    return "\n".join(parts)

@@ -21,13 +21,12 @@ PATIENCE = 900.0
 _HEARTBEAT = "heartbeat"  # the end of their paths; they are repeated for ever
 
 _send = ProtobufClient._send
-_unary_unary = ProtobufClient._unary_unary
 
 
 def survive_bad_answers() -> None:
     """Change Flower's modules in this process, and in those that are forked from it."""
     client: Any = ProtobufClient
-    client._send, client._unary_unary = send, unary_unary
+    client._send = send
 
 
 def send(client: ProtobufClient, context: Any, **options: Any) -> httpx.Response:
@@ -47,18 +46,9 @@ def send(client: ProtobufClient, context: Any, **options: Any) -> httpx.Response
     is_refusal = 400 <= status < 500 and status != 429
     if not (is_flowers and status == 200) and (status != 401 if path.endswith(_HEARTBEAT) else not is_refusal):
         _require_patience(client, path, f"status {status}, {media or 'no content type'}")
+    elif status == 200:
+        _bad_since(client).pop(path, None)
     return response
-
-
-def unary_unary(client: ProtobufClient, **request: Any) -> Any:
-    """Return a request's answer; one that Flower cannot read counts as a bad answer, too."""
-    try:
-        answer = _unary_unary(client, **request)
-    except ValueError as error:
-        _require_patience(client, request["path"], str(error))
-        raise
-    _bad_since(client).pop(request["path"], None)
-    return answer
 
 
 def end_with_threads() -> None:

@@ -20,14 +20,13 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import NamedTuple
 
+from ..run_folder.creation import process_folder
 from .bad_answers import end_with_threads, survive_bad_answers
 
 _COPIED_COMMANDS = ("flower-superexec", "flwr-clientapp", "flwr-serverapp")  # by Flower's processes
@@ -72,17 +71,17 @@ def run(
     entry_points = {name: _entry_point(name) for name in (command[0], *_COPIED_COMMANDS)}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     with (
-        tempfile.TemporaryDirectory(prefix="fedssl-") as folder,
+        process_folder() as folder,
         socket.socket(socket.AF_UNIX) as listener,
         socket.socket(socket.AF_UNIX) as app_listener,
     ):
-        addresses = {listener: str(Path(folder) / "copies"), app_listener: str(Path(folder) / "apps")}
+        addresses = {listener: str(folder / "copies"), app_listener: str(folder / "apps")}
         for waiting, address in addresses.items():
             waiting.bind(address)
             waiting.listen()
         for name in _COPIED_COMMANDS:
             address = addresses[listener if name == _RESTARTED_COMMAND else app_listener]
-            file = Path(folder) / name
+            file = folder / name
             file.write_text(_REQUEST.format(python=sys.executable, address=repr(address), name=repr(name)))
             file.chmod(0o700)
         environment = environment | {"PATH": f"{folder}{os.pathsep}{environment['PATH']}"}

@@ -300,8 +300,8 @@ def _read_request(path: Path) -> tuple[str, PublicKey]:
         valid = request.is_signature_valid
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
         raise UserError(f"{path} is not a request of fedssl provision request: {error}") from error
+    problem = f"it has {len(names)} common names, expected one" if valid else "its signature is not of its key"
     if not valid or len(names) != 1:
-        problem = "its signature is not of the key that it holds"
         raise UserError(f"{path} is damaged or forged: {problem}; ask for a new one")
     name = str(names[0].value)
     curve = keys.SERVER_CURVE if name == "server" else keys.SITE_CURVE

@@ -27,7 +27,6 @@ from flwr.app.message import make_message
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
-from flwr.supercore import sql_mixin
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
@@ -70,9 +69,6 @@ def limit_superlink() -> None:
         wanted = _OPEN_FILES if most_files == resource.RLIM_INFINITY else min(_OPEN_FILES, most_files)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most_files))
     fleet_handlers.push_messages = push_messages
-    # milliseconds that a request waits for the database while another one writes
-    pragmas: Any = tuple((dict(sql_mixin.SQLITE_PRAGMAS) | {"busy_timeout": "120000"}).items())
-    sql_mixin.SQLITE_PRAGMAS = pragmas
 
 
 class RequestLimits:

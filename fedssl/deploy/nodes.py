@@ -8,15 +8,15 @@ import os
 import socket
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 from ..engines.flower.site_keys import MANIFEST, SITES, VARIABLE
 from ..engines.flower.site_options import load_site
 from ..errors import UserError
-from ..run_folder.creation import alone_in
+from ..run_folder.creation import alone_in, process_folder
 from ..untrusted import expand_home, printable
 from .certificates import require_authority, require_server
 from .flower_commands import fork, run
@@ -79,7 +79,6 @@ def supernode(
     key: Path | None,
     insecure: bool,
     allowed_apps: Sequence[str] = (),
-    ask: bool = False,
 ) -> int:
     """Run Flower's SuperNode for a site until it ends or this process is terminated; return its exit code.
 
@@ -90,11 +89,10 @@ def supernode(
         key: the site's private key, whose public part the SuperLink knows.
         insecure: without TLS and without the site's authentication.
         allowed_apps: digests of apps that may run here besides those that the site's file approves. Any app may run
-            if neither the file nor this approves one and `ask` is False.
-        ask: show an app that is not approved on the terminal, and ask.
+            if neither the file nor this approves one.
 
     Raises:
-        UserError: see `require_authority` and `ApprovedApps`; a file is missing or wrong.
+        UserError: see `require_authority` and `require_digest`; a file is missing or wrong.
     """
     os.umask(_PRIVATE_UMASK)
     command = ["flower-supernode", "--superlink", address, "--port", str(_free_port())]
@@ -114,17 +112,17 @@ def supernode(
         return 2
     # Flower looks for a new message's task every second; a round has several such steps one after another
     environment = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"} | _environment()
-    if load_site(site_file).approved_apps is None and not allowed_apps and not ask:
-        advice = "approve single apps with --allow, --ask or approved_apps in the site's file"
+    if load_site(site_file).approved_apps is None and not allowed_apps:
+        advice = "approve single apps with --allow or approved_apps in the site's file"
         _print_error(f"every app that the server sends runs at this site; {advice}")
         return _explain_end(run(command, environment, _APP_MODULES))
-    from .apps import ApprovedApps, refuse_other_apps
+    from .apps import refuse_other_apps, require_approved, require_digest
 
-    approved = ApprovedApps(site_file.absolute(), allowed_apps, ask)
+    approved = partial(require_approved, site_file.absolute(), [*map(require_digest, allowed_apps)])
     # Flower installs an app into a folder whose name has 8 digits of the digest, and trusts a folder that is there
     # already: so only apps that this process has approved may be there.
-    with tempfile.TemporaryDirectory(prefix="fedssl-apps-") as home:
-        environment |= {"FLWR_HOME": home}
+    with process_folder() as home:
+        environment |= {"FLWR_HOME": str(home)}
         return _explain_end(run(command, environment, _APP_MODULES, lambda: refuse_other_apps(approved)))
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -19,13 +19,6 @@ from ..engines.flower.site_keys import MANIFEST, key_fingerprint, read_manifest
 from ..errors import UserError
 from ..run_folder.storage import make_folder, write_atomically
 from .keys import read_public, require_own
-
-
-class _Site(NamedTuple):
-    """A site whose key the server accepts: its name, and what is said of it."""
-
-    name: str
-    about: str
 
 
 def register_keys(keys: Path, address: str, certificate: Path, superlink: int | None = None) -> list[str]:
@@ -52,15 +45,15 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
                     client.UnregisterNode(UnregisterNodeRequest(node_id=node.node_id))
                     name = node.name or f"node {node.node_id}"
                     done.append(f"out:     {name}, key {key_fingerprint(public)}: unregistered")
-            for key, site in wanted.items():
+            for key, (name, about) in wanted.items():
                 if key not in nodes:
-                    client.RegisterNode(RegisterNodeRequest(public_key=key, name=site.name))
-                    done.append(f"new:     {site.name}, {site.about}")
+                    client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
+                    done.append(f"new:     {name}, {about}")
                 elif nodes[key].status != "unregistered":
-                    done.append(f"in:      {site.name}, {site.about}")
+                    done.append(f"in:      {name}, {about}")
                 else:  # Flower keeps it for ever, and registers it no more
                     advice = "the site must make a new key (fedssl provision revoke, request and answer)"
-                    done.append(f"refused: {site.name}, {site.about}: it was unregistered earlier; {advice}")
+                    done.append(f"refused: {name}, {about}: it was unregistered earlier; {advice}")
     except (httpx.HTTPError, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, httpx.HTTPStatusError):
@@ -72,17 +65,14 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
     return done
 
 
-def _accepted(folder: Path) -> tuple[dict[bytes, _Site], list[str]]:
-    """Return the sites whose keys a folder of public keys and its manifest both name, and lines on all others."""
+def _accepted(folder: Path) -> tuple[dict[bytes, tuple[str, str]], list[str]]:
+    """Return the keys that a folder of public keys and its manifest both name, and lines on all others.
+
+    Of each key there are the site's name, and what is said of it.
+    """
     require_own(folder)
     public = {path.stem: read_public(path) for path in sorted(folder.glob("*.pub"))}
     texts = {name: f"key {key_fingerprint(key)}" for name, key in public.items()}
-    if not (folder / MANIFEST).exists():
-        sites = {public_key_to_bytes(key): _Site(name, texts[name]) for name, key in public.items()}
-        return sites, [
-            f"warning: there is no {folder / MANIFEST}: every key of the folder is accepted, and a site can take part "
-            "with another's client number; call fedssl provision FILE at the coordinator and copy the folder again"
-        ]
     listed = read_manifest(folder / MANIFEST).sites
     missing = [name for name, key in listed.items() if key and name not in public]
     if missing:
@@ -93,7 +83,7 @@ def _accepted(folder: Path) -> tuple[dict[bytes, _Site], list[str]]:
     sites, lines = {}, []
     for name, key in public.items():
         if listed.get(name) == key_fingerprint(key):
-            sites[public_key_to_bytes(key)] = _Site(name, f"client {list(listed).index(name)}, {texts[name]}")
+            sites[public_key_to_bytes(key)] = name, f"client {list(listed).index(name)}, {texts[name]}"
         else:
             reason = "it was revoked or belongs elsewhere; delete the file"
             lines.append(f"refused: {folder / name}.pub, {texts[name]}: it is not in {MANIFEST}: {reason}")

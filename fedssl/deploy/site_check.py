@@ -71,7 +71,7 @@ def check_site(folder: Path) -> list[Check]:
     if site.approved_apps is None:
         advice = "add approved_apps to site.yaml, so that a server that was taken over cannot send other code"
         return [*checks, Check("approved apps", "every app that the server sends runs here", advice)]
-    finding = f"{len(site.approved_apps)} in site.yaml; others need --allow or --ask"
+    finding = f"{len(site.approved_apps)} in site.yaml; others need --allow"
     return [*checks, Check("approved apps", finding)]
 
 

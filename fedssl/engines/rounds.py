@@ -127,7 +127,16 @@ def _round(federation: Federation, server: Message, clients: Clients, number: in
     recipe = federation.recipe
     chosen = federation.sampled_clients(number)
     answering = federation.answering_clients(number, chosen)
-    sent = federation.method.broadcast(server, chosen, number)
+    try:
+        sent = federation.method.broadcast(server, chosen, number)
+    except Exception as error:
+        if isinstance(error, UserError | MemoryError | torch.OutOfMemoryError):
+            raise
+        advice = f"go back with fedssl run --resume RUN --from-round {number - 2}" if number > 1 else "start a new run"
+        raise UserError(
+            f"round {number}: its messages cannot be made of the state of round {number - 1} ({error!r}), which an "
+            f"earlier version may have committed: {advice}"
+        ) from error
     asked = {k: sent[k] for k in answering}
     images = clients.images()
     steps = [steps_of_round(recipe.training, images.get(k, 0) if recipe.schedule.trains else 0) for k in asked]

@@ -22,6 +22,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from fedkernels import __version__
 
+from ...data.files import listed
 from ...errors import SendableError, UserError
 from ...federation import Federation, build_federation
 from ...messages import Message
@@ -36,7 +37,7 @@ from .site import SiteStates, add_evaluation, site_federation
 from .site_options import load_site
 from .wire import from_records, to_records
 
-_MOST_NAMED = 20  # numbers of an answer
+_SILENT: Callable[[str], None] = lambda text: None  # noqa: E731 - of many simulated clients in one terminal
 #: what tensors are, by the first part of their names
 _KINDS = {
     "online": "weights",
@@ -68,7 +69,7 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
     In a simulation `recipe_file` is that of the run's folder, which also keeps the clients' states.
     """
     app = ClientApp()
-    make_site, log = (_simulated_site, _say_nothing) if simulated else (_site_from_file, _print_line)
+    make_site, log = (_simulated_site, _SILENT) if simulated else (_site_from_file, _print_line)
 
     def answer(work: Callable[..., RecordDict], message: FlowerMessage, context: Context) -> FlowerMessage:
         task: Any = message.content["task"]
@@ -104,7 +105,7 @@ def _simulated_site(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) 
     client = int(dict(node_config)["partition-id"])
     states = SiteStates(Path(recipe_file).parent / "checkpoints", client, prune=False)
     federation = build_federation(load_recipe(recipe_file, trust=True))
-    return Site(federation, client, lambda run: states, _say_nothing)
+    return Site(federation, client, lambda run: states, _SILENT)
 
 
 def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
@@ -153,7 +154,7 @@ def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDi
     states, received = site.states(task["run"]), from_records(content)
     for reason in task["left_out"][:MOST_REASONS]:
         site.log(f"was left out of {one_line(reason)}")
-    site.log(f"begins {_occasion(task)} of {site.federation.recipe.rounds}; received {_megabytes(received.num_bytes)}")
+    site.log(f"begins {_occasion(task)} of {site.federation.recipe.rounds}; received {received.num_bytes / 1e6:.2f} MB")
     states.require_same_data(site.federation, start)
     client = site.federation.client(site.client, states.load(start))
     reply = site.federation.method.client_round(client, received, number)
@@ -192,16 +193,8 @@ def _print_line(text: str) -> None:
         print(f"fedssl: this site {printable(text)}", flush=True)  # a server's text is from outside
 
 
-def _say_nothing(text: str) -> None:
-    """Of many simulated clients in one terminal, none says what it does."""
-
-
 def _occasion(task: Mapping[str, Any]) -> str:
     return f"round {task['round']}" if "round" in task else f"run {task['run']}"
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.2f} MB"
 
 
 def _contents(content: RecordDict) -> str:
@@ -213,13 +206,12 @@ def _contents(content: RecordDict) -> str:
         parts.append("keys, or weights that are masked by them, of the secure aggregation")
     values = [name for record in content.metric_records.values() for name in record]
     if values:
-        more = f" and {len(values) - _MOST_NAMED} more" if len(values) > _MOST_NAMED else ""
-        parts.append(f"the numbers {', '.join(values[:_MOST_NAMED])}{more}")
+        parts.append(f"the numbers {listed(values, most=20)}")
     pieces = [array.data for record in content.array_records.values() for array in record.values()]
     for value in content.config_records.get(RECORD_KEY_CONFIGS, {}).values():
         pieces += [piece for piece in (value if isinstance(value, list) else [value]) if isinstance(piece, bytes)]
     count = sum(map(len, pieces)) + 8 * len(values)
-    return f"{_megabytes(count)}: {'; '.join(parts) or 'no result'}"
+    return f"{count / 1e6:.2f} MB: {'; '.join(parts) or 'no result'}"
 
 
 @contextmanager

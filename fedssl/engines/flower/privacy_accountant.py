@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 
 from ...errors import UserError, install_command
 from ...options import Options, explain_errors
-from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP, Recipe
+from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from ...run_folder.directory import RunDirectory
 from ...run_folder.storage import write_atomically
 from ...untrusted import read_regular_file
@@ -139,11 +139,6 @@ class PrivacyAccountant:
     def _store(self, spent: SpentRounds) -> None:
         write_atomically(self._path, (spent.model_dump_json(indent=1) + "\n").encode())
         self._spent = spent
-
-
-def predicted_rounds(recipe: Recipe, clients_of_rounds: Collection[Collection[int]]) -> dict[int, int]:
-    """Return in how many rounds each client of a recipe takes part, given the clients of each round."""
-    return {k: sum(k in clients for clients in clients_of_rounds) for k in range(recipe.partition.clients)}
 
 
 def _read(path: Path) -> SpentRounds | None:

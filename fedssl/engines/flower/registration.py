@@ -6,7 +6,9 @@ A node is a connection of Flower's with an id of its own; a site that is started
 from __future__ import annotations
 
 import hashlib
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
@@ -14,13 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedkernels import __version__
 
+from ...data.files import listed
 from ...errors import UserError
 from ...federation import Federation
 from ...recipe.recipe import FlowerOptions
 from ...recipe.rules import public_image_users
 from ..observers import Observer
 from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, NodeAnswer, config_of, growing_pauses
-from .site_keys import bound_clients, manifest_path, read_manifest
+from .site_keys import VARIABLE, bound_clients, read_manifest
 
 _REGISTRATION_SECONDS = 5.0  # that a round waits for a node that has just connected, where it lacks a client
 _ASK_AGAIN_SECONDS = 30.0
@@ -82,8 +85,7 @@ class DataForm(BaseModel):
             known = set(rest.classes)
             names = [name for name in some.classes if name not in known]
             if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                differences.append(f"{verb} {', '.join(repr(name[:40]) for name in names[:3])}{more}")
+                differences.append(f"{verb} {listed([repr(name[:40]) for name in names], most=3)}")
         return " and ".join(differences) or "has the same classes in another order"
 
 
@@ -113,21 +115,16 @@ class ConnectedClients:
         self._expected = DataForm.of(federation)
         if not federation.recipe.objective.needs_labels:  # each site may have classes of its own
             self._expected = self._expected.model_copy(update={"classes": []})
-        self._manifest = manifest_path()  # binds the sites' keys to clients' numbers
+        # it binds the sites' keys to clients' numbers; without keys there is none
+        self._manifest = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
         self._bound: dict[int, int] = {}  # by node, the client that its key is registered for
         self._forms: dict[int, DataForm] = {}  # of clients whose classes were compared
         self._left_out: dict[int, tuple[int | None, str]] = {}  # the client, if known, and the reason, by node
 
     def require_enough(self) -> None:
         """Wait for all clients before a run begins; raise UserError if too few connect in time whose data fit."""
-        if self._manifest is not None and not self._manifest.exists():
-            self._progress.warn(
-                f"the clients' numbers are not bound to the sites' keys: there is no {self._manifest}, so a site can "
-                "take part with the number of another (docs/deploy.md says how to write this file)"
-            )
-            self._manifest = None
         if self._manifest is not None:
-            read_manifest(self._manifest)  # a wrong one is told before anyone is asked
+            read_manifest(self._manifest)  # one that is missing or wrong is told before anyone is asked
         clients = len(self._federation.client_rows)
         self._wait(set(range(clients)), self._options.connect_seconds)
         missing = sorted(set(range(clients)) - self.nodes.keys())

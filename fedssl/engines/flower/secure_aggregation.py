@@ -6,10 +6,9 @@ and `secure_mean` runs them on the server. The cryptography is Flower's own.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.client.mod import secaggplus_mod
 from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
 from flwr.common.secure_aggregation.secaggplus_constants import (
     RECORD_KEY_CONFIGS,
@@ -141,19 +141,19 @@ def secure_mean(
         if agreed:
             agreed = protocol.run("collect_masked_vectors_stage")
             lost = protocol.disputed()
+        if not lost:
+            late = dict(protocol.missing)  # who is lost in the last stage is in the mean
+            lost = protocol.unmask() if agreed else {}
         missing |= lost
         if not lost:
             break
         left -= lost.keys()
     else:
         return None, {}, missing
-    counted = left - protocol.missing.keys()
-    missing |= protocol.missing
-    if agreed:
-        missing |= protocol.unmask()
+    missing |= late | protocol.wrong
     if protocol.mean is None:
         return None, {}, dict.fromkeys(contents, protocol.failure) | missing
-    return protocol.mean, {k: protocol.metrics[k] for k in sorted(counted - missing.keys())}, missing
+    return protocol.mean, {k: protocol.metrics[k] for k in sorted(left - missing.keys())}, missing
 
 
 def quantization_range(clients: int) -> int:
@@ -188,12 +188,11 @@ class _Protocol:
         self._contents, self._nodes, self._size, self._exchange = contents, nodes, size, exchange
         self._client_of = {nodes[k]: k for k in contents}
         self._unreadable: dict[int, set[int]] = {}  # by client, the other clients whose key shares it cannot read
-        self._invalid: dict[int, str] = {}  # why answers were invalid
-        self._answers: list[Any] = []  # in the last stage that asked for them
-        self._replayed: list[Any] | None = None  # stand for the answers of the next stage
+        self._owners: dict[int, str] = {}  # why the masks of these clients cannot be removed
         self.mean: Vector | None = None
         self.metrics: dict[int, dict[str, float]] = {}  # by client
         self.missing: dict[int, str] = {}  # why clients gave no answer in a stage
+        self.wrong: dict[int, str] = {}  # why clients' answers in the last stage were invalid
         self.failure = "too few clients are left for secure aggregation"
 
     def run(self, stage: str) -> bool:
@@ -222,24 +221,46 @@ class _Protocol:
         return out
 
     def unmask(self) -> dict[int, str]:
-        """Run the last stage; where the mean cannot be right, also without the shares of each client that answered.
-
-        Returns whose answers were wrong, and why. Their masked weights are in the mean all the same.
-        """
-        before = self._state
-        for left_out in (None, *self._contents):
-            self._state = copy.copy(before)
-            self._state.nid_to_neighbours = copy.deepcopy(before.nid_to_neighbours)  # which Flower changes
-            if left_out is not None:
-                self._replayed = [one for one in self._answers if one.metadata.src_node_id != self._nodes[left_out]]
-            self.run("unmask_stage")
-            if self.mean is not None and bool((np.abs(self.mean) <= 1.01 * self._workflow.clipping_range).all()):
-                wrong = {} if left_out is None else {left_out: "its shares of the others' keys do not fit"}
-                return self._invalid | wrong
-            if self.mean is not None:
-                self.failure = "secure aggregation failed: the sum of the masked weights is none of weights in range"
+        """Run the last stage; return why clients must be left out whose masks cannot be removed."""
+        self.run("unmask_stage")
+        if self.mean is not None and not bool((np.abs(self.mean) <= 1.01 * self._workflow.clipping_range).all()):
             self.mean = None
-        return {}
+            self.failure = (
+                "secure aggregation failed: the sum of the masked weights is none of weights in range, so one of the "
+                "sites in it has sent other numbers, and the masks hide which: stop one SuperNode after the other and "
+                "run again, to see without which the sum is right"
+            )
+        return self._owners
+
+    def _fitting(self, answers: dict[int, RecordDict]) -> dict[int, RecordDict]:
+        """Return the answers of the last stage, without one client's where its shares of the others' keys are wrong.
+
+        If no client's shares are to blame, the owners of the keys that do not fit are.
+        """
+        shares: dict[int, dict[int, bytes]] = {}  # by owner, and by the client that answered
+        for k, content in answers.items():
+            configs: Any = config_of(content, RECORD_KEY_CONFIGS)
+            for node, share in zip(configs[Key.NODE_ID_LIST], configs[Key.SHARE_LIST], strict=True):
+                shares.setdefault(self._client_of[node], {})[k] = share
+        owners = sorted(owner for owner, each in shares.items() if not self._fit(each))
+        if not owners or any(len(each) < self._state.threshold for each in shares.values()):  # too few for any mean
+            return answers
+        wrong = next((k for k in answers if all(self._fit(each, k) for each in shares.values())), None)
+        if wrong is None:
+            self._owners = dict.fromkeys(owners, "the shares of its keys that it gave to the others do not fit")
+        else:
+            told = ", ".join(map(str, owners))
+            self.wrong[wrong] = f"its shares of the keys of client {told} do not fit"
+        return {k: content for k, content in answers.items() if k != wrong}
+
+    def _fit(self, shares: dict[int, bytes], without: int | None = None) -> bool:
+        """Return whether shares give a key; where they are more than it takes, the same one without the first."""
+        left = [share for k, share in shares.items() if k != without]
+        with suppress(ValueError):
+            if len(left) >= self._state.threshold:
+                key = combine_shares(left)
+                return len(left) == self._state.threshold or combine_shares(left[1:]) == key
+        return False
 
     def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[tuple[Any, FitIns]]:
         return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self._client_of]
@@ -250,8 +271,6 @@ class _Protocol:
 
     def send_and_receive(self, messages: list[FlowerMessage], *, timeout: float | None = None) -> list[Any]:
         """Return the clients' valid answers in a stage; put the round's message around the one stage that needs it."""
-        if self._replayed is not None:
-            return self._replayed
         asked: dict[int, dict[str, Any]] = {}
         sent, collects = {}, False
         for message in messages:
@@ -261,7 +280,7 @@ class _Protocol:
             whole = self._contents[k] if collects else {"task": self._contents[k]["task"]}
             sent[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: ConfigRecord(asked[k])})
         received, missing = self._exchange(sent)
-        answers = []
+        answers: dict[int, RecordDict] = {}
         for k, content in received.items():
             if collects and (record := config_of(content, _UNREADABLE)):
                 named: Any = record.get("nodes")
@@ -269,17 +288,18 @@ class _Protocol:
                 missing[k] = "it cannot read the key shares of others"
                 continue
             try:
-                answer = self._flower_form(k, content) if collects else content
                 if not collects:
                     _require_valid(self._nodes[k], asked[k], config_of(content, RECORD_KEY_CONFIGS))
+                answers[k] = self._flower_form(k, content) if collects else content
             except UserError as error:
-                missing[k] = self._invalid[k] = one_line(str(error))
-                continue
-            metadata = SimpleNamespace(src_node_id=self._nodes[k])
-            answers.append(SimpleNamespace(metadata=metadata, content=answer, has_error=lambda: False))
+                missing[k] = one_line(str(error))
+                if asked[k][Key.STAGE] == Stage.UNMASK:
+                    self.wrong[k] = missing[k]
         self.missing |= missing
-        self._answers = answers
-        return answers
+        if any(configs[Key.STAGE] == Stage.UNMASK for configs in asked.values()):
+            answers = self._fitting(answers)
+        sources = {k: SimpleNamespace(src_node_id=self._nodes[k]) for k in answers}
+        return [SimpleNamespace(metadata=sources[k], content=answers[k], has_error=lambda: False) for k in answers]
 
     def _flower_form(self, client: int, content: RecordDict) -> RecordDict:
         """Return masked weights as Flower has them: the weight and the weighted parameters, in int64."""

@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from flwr.simulation import run_simulation
 from ...errors import UserError, install_command
 from ...federation import Federation, build_federation
 from ...recipe.recipe import Recipe
-from ...run_folder.creation import new_run, refuse_existing
+from ...run_folder.creation import new_run, process_folder, refuse_existing
 from ...run_folder.directory import RunDirectory
 from ..continuing import continue_run
 from ..observers import Observer
@@ -43,7 +42,6 @@ _CONFINED = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
-_LONGEST_FOLDER = 20  # characters: the names of Ray's sockets below it may have 107 in all
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
@@ -114,8 +112,8 @@ def _simulate(federation: Federation, directory: RunDirectory, observer: Observe
         ray["object_store_memory"] = options.object_store_megabytes * 2**20
     resources = {"num_cpus": options.client_cpus, "num_gpus": options.client_gpus}
     backend: Any = {"init_args": ray, "client_resources": resources}
-    with _private_folder() as folder, _quiet_until(stop):
-        ray["_temp_dir"] = folder
+    with process_folder() as folder, _quiet_until(stop):
+        ray["_temp_dir"] = f"{folder}/ray"  # into which Ray lets everybody write
         run_simulation(server_app, client_app, len(federation.client_rows), backend_config=backend)
     if not outcome:
         raise RuntimeError("the simulation ended before its server app")
@@ -124,16 +122,6 @@ def _simulate(federation: Federation, directory: RunDirectory, observer: Observe
     if outcome[0] is not None:
         raise outcome[0]
     return directory
-
-
-@contextmanager
-def _private_folder() -> Iterator[str]:
-    """Make a folder for Ray, which lets everybody write into it, below one that only this user can enter."""
-    place = tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(
-        prefix="fedssl-", dir=place if len(place) <= _LONGEST_FOLDER else "/tmp", ignore_cleanup_errors=True
-    ) as folder:
-        yield f"{folder}/ray"
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,11 +59,6 @@ def key_fingerprint(key: EllipticCurvePublicKey) -> str:
     """Return a public key's fingerprint as `ssh-keygen -l` prints it: SHA256 and the digest in base64."""
     blob = base64.b64decode(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1])
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
-
-
-def manifest_path() -> Path | None:
-    """Return where the manifest of this process's SuperLink belongs; None where its sites show no keys."""
-    return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 def bound_clients(grid: Any, path: Path) -> dict[int, int | str | None]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import shutil
 import sys
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -31,7 +29,7 @@ from flwr.supercore.run import Run
 from flwr.supernode import start_client_internal
 from flwr.supernode.nodestate import NodeStateFactory
 
-from fedssl.deploy.apps import AppRefused, ApprovedApps, digest_of_app, refuse_other_apps, require_digest, write_app
+from fedssl.deploy.apps import digest_of_app, refuse_other_apps, require_approved, require_digest, write_app
 from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe
 
@@ -115,14 +113,17 @@ def test_an_app_folder_of_an_earlier_version_is_loaded_by_flower(what, kind, app
 # A site that approves apps
 
 
+Approval = Callable[[str], None]
+
+
 @pytest.fixture
-def approved(tmp_path) -> Callable[..., ApprovedApps]:
+def approved(tmp_path) -> Callable[..., Approval]:
     """Write a site's file that approves some apps, and read it with some that are allowed beside."""
 
-    def write(*digests: str, allowed: Sequence[str] = (), ask: bool = False) -> ApprovedApps:
+    def write(*digests: str, allowed: Sequence[str] = ()) -> Approval:
         path = tmp_path / "site.yaml"
         path.write_text(yaml.safe_dump({"client": 0, "state": "state", "approved_apps": [*digests]}))
-        return ApprovedApps(path, [*allowed], ask=ask)
+        return partial(require_approved, path, [*map(require_digest, allowed)])
 
     return write
 
@@ -140,7 +141,7 @@ class SuperNode:
         named = {"fab_id": "fedssl/fedssl-tiny", "fab_version": "1.0.0", "fab_hash": self.digest}
         self.run = replace(Run.create_empty(RUN), **(named | described))
 
-    def pull(self, approved: ApprovedApps) -> None:
+    def pull(self, approved: Approval) -> None:
         message = Message(RecordDict(), dst_node_id=NODE, message_type="query")
         message.metadata.__dict__["_run_id"] = RUN
         message.metadata.__dict__["_message_id"] = message.object_id
@@ -160,12 +161,12 @@ class SuperNode:
             )
         assert pulled == RUN
 
-    def accepts(self, approved: ApprovedApps) -> bool:
+    def accepts(self, approved: Approval) -> bool:
         """Whether the app and a task that executes it are kept."""
         self.pull(approved)
         return self.state.get_fab(self.digest) is not None and self.state.get_run(RUN) is not None
 
-    def refusal(self, approved: ApprovedApps) -> str:
+    def refusal(self, approved: Approval) -> str:
         """The text that the server gets as the answer."""
         assert not self.accepts(approved)
         [reply] = self.state.get_messages_legacy(run_ids=[RUN], is_reply=True)
@@ -179,7 +180,7 @@ def test_approved_apps_run_and_of_others_the_server_is_told_both_digests(app, co
     assert expected in SuperNode(other_content).refusal(own)
     assert f"run {RUN} is refused: " in capsys.readouterr().err
     told = SuperNode(other_content).refusal(approved(allowed=[letter * 64 for letter in "3241"]))
-    assert told.endswith(f"the approved digests are {'1' * 64}, {'2' * 64} and 2 more")
+    assert told.endswith(f"the approved digests are {'1' * 64}, {'2' * 64}, and 2 more")
 
 
 def test_the_sites_file_is_read_again_for_every_app(content, approved, tmp_path):
@@ -214,57 +215,7 @@ def test_other_content_under_an_approved_digest_is_refused(content, other_conten
     assert digest(other_content) in node.refusal(approved(node.digest))
 
 
-@pytest.fixture
-def terminal(monkeypatch) -> list[Any]:
-    """The answers that the owner gives at a terminal, each once; None ends the input."""
-    answers: list[Any] = []
-
-    def reply(prompt: str) -> str:
-        answer = answers.pop(0)
-        if answer is None:
-            raise EOFError
-        return answer
-
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", reply)
-    return answers
-
-
-@pytest.mark.parametrize(("answer", "runs"), [("yes", True), ("no", False), ("", False), (None, False)])
-def test_with_ask_the_owner_sees_the_app_and_decides(answer, runs, content, approved, terminal, capsys):
-    asking = approved(ask=True)
-    terminal += [answer, answer]
-    for _ in range(2):
-        if runs:
-            asking.require(digest(content), content)
-        else:
-            with pytest.raises(AppRefused, match=digest(content)):
-                asking.require(digest(content), content)
-    assert len(terminal) == (1 if runs else 0)  # an approval is not asked for again
-    out = capsys.readouterr().out
-    assert digest(content) in out
-    assert "--- fedssl_app/client_app.py" in out
-
-
-def test_what_is_shown_cannot_move_the_cursor(approved, terminal, capsys):
-    terminal += ["no", "no"]
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("a\x1b[2J.py", "print()\x1b[1A\n" + "x" * 30_000)
-        archive.writestr("b.py", "hidden")
-    for content in (file.getvalue(), b"no zip"):
-        with pytest.raises(AppRefused):
-            approved(ask=True).require("0" * 64, content)
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert "The app is longer than this" in out
-    assert "The app cannot be read" in out
-
-
-def test_a_digest_that_is_none_and_a_question_without_a_terminal_are_refused(approved, monkeypatch):
+def test_a_digest_that_is_none_is_refused(approved):
     assert require_digest(" " + "A" * 64) == "a" * 64
     with pytest.raises(UserError, match="must have 64 hexadecimal digits, got 'abc'"):
         approved(allowed=["abc"])
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False)
-    with pytest.raises(UserError, match="--ask needs a terminal to ask on"):
-        approved(ask=True)

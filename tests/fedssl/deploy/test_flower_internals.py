@@ -14,17 +14,14 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
 PULL = "state object_store node_config receive get_run get_fab pull_object confirm_message_received trusted_entities"
-REQUEST = "self path rpc_method request response_type timeout"
 APPROVED = "approved apps: Flower's trusted entities sign apps, a site approves digests"
 #: name; its parameters, or None where it is no function; why; the public hook, or "" where there is none
 INTERNALS = [
     ("superlink.extensions.get_middleware", "", "limits of requests", "flwr.ee.superlink.extensions"),
     ("superlink.servicer.fleet.fleet_handlers.push_messages", "request state", "limits of an answer", ""),
-    ("supercore.sql_mixin.SQLITE_PRAGMAS", None, "how long the database is waited for", ""),
     ("supernode.start_client_internal._pull_and_store_message", PULL, APPROVED, ""),
     ("supernode.start_client_internal._insert_message", "msg state store", "the refusal of an app", ""),
     ("supercore.protobuf.client.ProtobufClient._send", "self context stream", "bad answers", ""),
-    ("supercore.protobuf.client.ProtobufClient._unary_unary", REQUEST, "answers that cannot be read", ""),
     ("superlink.grid.http_grid.HttpGrid._runtime_client", None, "the size of an answer, while it arrives", ""),
     ("supercore.runtime.RuntimeHttpClient.PullMessages", "self request", "the same", ""),
     ("supercore.runtime.RuntimeHttpClient.PullObject", "self request", "the same", ""),

@@ -14,7 +14,9 @@ import yaml
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install .[flower]")
 
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
 
 from fedssl.deploy.certificates import Authority, read_certificate
 from fedssl.deploy.consortium import Consortium, load_consortium, load_member
@@ -248,7 +250,13 @@ def test_a_forged_request_and_one_of_a_stranger_are_refused(without_keys, consor
     data = x509.load_pem_x509_csr(path.read_bytes()).public_bytes(Encoding.DER)
     renamed = x509.load_der_x509_csr(data.replace(b"hospital-a", b"hospital-b"))
     forged.write_bytes(renamed.public_bytes(Encoding.PEM))
-    with pytest.raises(UserError, match="is damaged or forged"):
+    with pytest.raises(UserError, match="is damaged or forged: its signature is not of its key"):
+        answer_request(forged, without_keys, consortium)
+    names = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"hospital-{one}") for one in "ab"])
+    twice = x509.CertificateSigningRequestBuilder().subject_name(names)
+    signed = twice.sign(site_key(without_keys / "hospital-a" / "site.key"), hashes.SHA256())
+    forged.write_bytes(signed.public_bytes(Encoding.PEM))
+    with pytest.raises(UserError, match="is damaged or forged: it has 2 common names, expected one; ask"):
         answer_request(forged, without_keys, consortium)
     forged.write_text("nonsense")
     with pytest.raises(UserError, match="is not a request of fedssl provision request"):

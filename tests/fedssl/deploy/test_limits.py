@@ -23,7 +23,6 @@ from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
 from flwr.proto.node_pb2 import Node
-from flwr.supercore import sql_mixin
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
@@ -299,7 +298,6 @@ def test_the_limits_are_where_flower_looks_for_them(monkeypatch):
     """Flower's modules as they are named here: another version may have others."""
     monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
     monkeypatch.setattr(fleet_handlers, "push_messages", fleet_handlers.push_messages)
-    monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)
     monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
     limit_superlink()
     assert import_from_string(HTTP_PROTOCOLS["auto"]).__name__ == "LimitedConnection"
@@ -307,4 +305,3 @@ def test_the_limits_are_where_flower_looks_for_them(monkeypatch):
 
     assert main._get_middleware()[0].cls is RequestLimits
     assert fleet_handlers.push_messages is push_messages
-    assert dict(sql_mixin.SQLITE_PRAGMAS)["busy_timeout"] == "120000"

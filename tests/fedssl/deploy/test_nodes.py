@@ -139,7 +139,7 @@ def test_a_supernode_refuses_other_apps_where_the_file_or_allow_says_so(
     told = "every app that the server sends runs at this site" in capsys.readouterr().err
     assert told == (not approvals) == (prepare == [])
     if prepare:
-        assert Path(environment["FLWR_HOME"]).name.startswith("fedssl-apps-")
+        assert Path(environment["FLWR_HOME"]).name.startswith(".fedssl-")
         prepare[0]()
         assert len(replaced) == 1
 

@@ -96,5 +96,6 @@ def test_a_folder_that_is_not_whole_or_that_others_can_write_changes_nothing(pro
     (server / "sites" / "hospital-b.pub").unlink()
     with pytest.raises(UserError, match=r"hospital-b\.pub is missing, but manifest\.yaml has its key: copy the whole"):
         register(server)
-    (server / "sites" / "manifest.yaml").unlink()  # as earlier versions wrote the folder
-    assert register(server)[0][0] == "warning"
+    (server / "sites" / "manifest.yaml").unlink()
+    with pytest.raises(UserError, match=r"manifest of keys .* cannot be read: .*fedssl provision writes it"):
+        register(server)

@@ -205,7 +205,7 @@ def test_a_key_that_others_can_read_and_a_full_disk_are_told_and_own_data_are_co
     assert checks["site's key"].advice == f"chmod 600 {site / 'site.key'}"
     assert checks["disk"].advice == "free some space, or choose another state folder"
     assert checks["data"] == Check("data", "12 training images", None)
-    assert checks["approved apps"] == Check("approved apps", "1 in site.yaml; others need --allow or --ask")
+    assert checks["approved apps"] == Check("approved apps", "1 in site.yaml; others need --allow")
 
 
 def test_of_the_servers_folder_the_sites_are_shown(folder, monkeypatch):

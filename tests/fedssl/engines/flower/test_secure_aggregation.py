@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +34,7 @@ from tests.fedssl.engines.flower.loop_grid import (
     SECURE,
     WEIGHTS,
     FaultsByRound,
+    LoopGrid,
     Prepare,
     after_training,
     assert_close,
@@ -230,6 +233,22 @@ def says_it_cannot_read(content: RecordDict) -> None:
         content["unreadable"] = ConfigRecord({"nodes": [11, 13, 14, 15, 7]})
 
 
+def garbled_own_shares(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
+    """Client 1 gives the others shares of its keys that they can read, and that belong to no key."""
+    mod = sys.modules["flwr.client.mod.secure_aggregation.secaggplus_mod"]
+    share, create = mod._share_keys, mod.create_shares
+
+    def garbled(*key):
+        return [one[:4] + hashlib.md5(one).digest() + one[20:] for one in create(*key)]
+
+    def share_keys(state, configs):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(mod, "create_shares", garbled if state.nid == 12 else create)
+            return share(state, configs)
+
+    patch.setattr(mod, "_share_keys", share_keys)
+
+
 #: by round; in each client 1 alone is left out, and the mean is that of the other four
 BAD_STAGES: dict[int, tuple[Prepare, str]] = {
     1: (configs_with(Key.PUBLIC_KEY_1, lambda key: b"garbage"), "stage setup of the secure aggregation is invalid"),
@@ -243,13 +262,14 @@ BAD_STAGES: dict[int, tuple[Prepare, str]] = {
     6: (changed(says_it_cannot_read), "it says that it cannot read the key shares of client 0, 2, 3, 4"),
     7: (configs_with(Key.SHARE_LIST, lambda shares: [b""] * len(shares)), "stage unmask of the secure aggregation is"),
     8: (configs_with(Key.NODE_ID_LIST, lambda nodes: nodes[1:]), "stage unmask of the secure aggregation is invalid"),
-    9: (configs_with(Key.SHARE_LIST, lambda shares: list(map(flipped, shares))), "shares of the others' keys do not"),
+    9: (configs_with(Key.SHARE_LIST, lambda shares: list(map(flipped, shares))), "of client 0, 1, 2, 3, 4 do not"),
+    10: (garbled_own_shares, "the shares of its keys that it gave to the others do not fit"),
 }
 
 
 def test_one_site_s_garbage_in_any_stage_is_its_own_fault(quick, trained, states, tmp_path):
     """A site that answers wrongly in the last stage is in the mean by the weights that it sent before."""
-    recipe = quick(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": 5}}, rounds=10)
+    recipe = quick(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": 5}}, rounds=11)
     directory, grid = start(recipe, tmp_path / "secure")
     faults = FaultsByRound(grid, {number: prepare for number, (prepare, _) in BAD_STAGES.items()})
     warnings = run_on(recipe, directory, grid, faults)
@@ -257,7 +277,7 @@ def test_one_site_s_garbage_in_any_stage_is_its_own_fault(quick, trained, states
     for warning, (number, (_, reason)) in zip(warnings, BAD_STAGES.items(), strict=True):
         assert warning.startswith(f"round {number}: client 1 is left out: ")
         assert reason in warning
-        counted = {k: reply for k, reply in trained[number].items() if k != 1 or number >= 7}
+        counted = {k: reply for k, reply in trained[number].items() if k != 1 or number in (7, 8, 9)}
         assert_mean(states[number], counted, atol=2 * quantisation_error(recipe))
 
 
@@ -280,6 +300,21 @@ def test_weights_that_spoil_the_mean_end_the_run_before_it_is_committed(quick, t
     directory, grid = start(recipe, tmp_path / "secure")
     faults = FaultsByRound(grid, {2: after_training(all_60, client=2)})
     with pytest.raises(UserError, match=r"round 2: 0 of 3 answers are valid.*client 0: online\S+ holds, .*far above"):
+        run_on(recipe, directory, grid, faults)
+    assert RunDirectory.open(tmp_path / "secure").checkpoint.round == 1
+
+
+def turned_round(reply: Message) -> None:
+    """The weights have the size of honest ones."""
+    weights = [name for name, t in reply.tensors.items() if t.is_floating_point() and "running" not in name]
+    reply.tensors |= {name: -2 * reply.tensors[name] for name in weights}
+
+
+def test_a_mean_that_moves_much_further_than_the_one_before_is_refused(quick, tmp_path):
+    recipe = quick(secure=SECURE, **WEIGHTS)
+    directory, grid = start(recipe, tmp_path / "secure")
+    faults = FaultsByRound(grid, {2: after_training(turned_round, client=2)})
+    with pytest.raises(UserError, match=r"round 2: 0 of 3 .*client 0: under secure aggregation the clients' mean"):
         run_on(recipe, directory, grid, faults)
     assert RunDirectory.open(tmp_path / "secure").checkpoint.round == 1
 
