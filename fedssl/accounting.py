@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 #: passes that an active layer counts for: the backward pass counts as two forward passes (LW-FedSSL, appendix A.1)
@@ -48,26 +47,6 @@ class StepCost:
     def memory(self) -> int:
         """Return the peak memory in bytes; at the end of the forward pass all four exist together."""
         return self.parameters + self.gradients + self.optimizer + self.activations
-
-
-class StepCosts:
-    """The costs of the kinds of steps that a process has counted; beyond `most` of them the oldest are forgotten."""
-
-    def __init__(self, most: int = 1000):
-        self._most = most
-        self._costs: dict[Hashable, StepCost] = {}
-
-    def find(self, kind: Hashable) -> StepCost | None:
-        return self._costs.get(kind)
-
-    def keep(self, kind: Hashable, cost: StepCost) -> StepCost:
-        self._costs[kind] = cost
-        if len(self._costs) > self._most:
-            del self._costs[next(iter(self._costs))]
-        return cost
-
-    def clear(self) -> None:
-        self._costs.clear()
 
 
 def structure(model: nn.Module) -> Hashable:
@@ -157,34 +136,6 @@ class _ForwardOperations(TorchDispatchMode):
             differentiated = torch.is_grad_enabled() and needed
             self.flops += int(count(*args, **kwargs, out_val=result)) * (ACTIVE if differentiated else 1)
         return result
-
-
-class ProductsLeftOut(TorchDispatchMode):
-    """Runs code without its matrix products, convolutions and attention: their results are noise of the same shape.
-
-    What a step counts stays the same and takes a fraction of the time, as nearly all operations are left out.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._results: dict[str, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.overloadpacket not in COUNTED:
-            return func(*args, **kwargs)
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        form = [(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value for value in args]
-        key = f"{func} {form} {[(name, str(value)) for name, value in kwargs.items() if not isinstance(value, Tensor)]}"
-        if key not in self._results:
-            on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-            self._results[key] = func(*on_meta[0], **on_meta[1])
-        return tree_map_only(Tensor, lambda shape: _noise(shape, tensors[0].device), self._results[key])
-
-
-def _noise(shape: Tensor, device: torch.device) -> Tensor:
-    noise = torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device=device)
-    return noise.uniform_(-0.1, 0.1) if shape.is_floating_point() else noise.zero_()
 
 
 def _address(tensor: Tensor) -> int:

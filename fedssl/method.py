@@ -75,6 +75,11 @@ class Method:
             trained = [a.train_on_public_images(self._server_round(), train) for a in self.aggregators if a.trains]
         return merge([*states, *trained]).copy()
 
+    def with_short_server_training(self) -> Method:
+        """Return the method with one epoch of the server's own training, for what counts or times clients' steps."""
+        short = tuple(a.model_copy(update={"epochs": 1}) if a.trains else a for a in self.aggregators)
+        return replace(self, aggregators=short)
+
     def _deterministic(self, client: Client) -> AbstractContextManager[None]:
         return deterministic_on(client.model.device, self.training.deterministic)
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from .accounting import StepCost, StepCosts, StepCounter, structure
+from .accounting import StepCost, StepCounter, structure
 from .client import LocalRound
 from .data.batches import Prefetch, batches_of_epoch, device_batches, round_batches
 from .errors import UserError
@@ -34,7 +34,9 @@ _COLLAPSED = 0.25  # of the highest effective rank of a batch that began a round
 _HIGHEST_RANK = "highest rank"  # in a client's memory
 #: share of a run over which `warmup_cosine` rises
 _WARMUP = 0.05
-STEP_COSTS = StepCosts()
+#: the costs of the kinds of steps that this process has counted, and how many it remembers
+STEP_COSTS: dict[Hashable, StepCost] = {}
+_MOST_STEP_COSTS = 1000
 
 
 class TrainingOptions(Options):
@@ -151,7 +153,7 @@ def train_locally(
     if device.type == "cpu":
         keep_freed_memory()
     step_kind = _kind_of_step(local, options, regularizers)
-    cost = STEP_COSTS.find(step_kind)
+    cost = STEP_COSTS.get(step_kind)
     optimizer = _new_optimizer(model, options)
     if keep_optimizer:
         _continue_optimizer(optimizer, model, client.memory)
@@ -205,7 +207,9 @@ def train_locally(
             scaler.step(optimizer)
             scaler.update()
             if counter:
-                cost = STEP_COSTS.keep(step_kind, counter.finish(optimizer))
+                if len(STEP_COSTS) >= _MOST_STEP_COSTS:
+                    STEP_COSTS.clear()
+                cost = STEP_COSTS[step_kind] = counter.finish(optimizer)
             optimizer.zero_grad(set_to_none=True)
             objective.after_step(model)
             steps += 1

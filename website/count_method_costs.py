@@ -17,7 +17,7 @@ from website.repository_files import ROOT
 def main() -> None:
     rows: list[list[object]] = [["recipe", "memory_mb", "gflops_a_round", "up_mb", "down_mb"]]
     for recipe in PAGES:
-        costs = estimate(build_federation(load_recipe(recipe)), without_products=True)
+        costs = estimate(build_federation(load_recipe(recipe)))
         total, rounds = totals(costs), sum(len(cost.step) for cost in costs)
         rows.append(
             [

@@ -6,15 +6,14 @@ of round, which is counted (accounting.py). A run of the recipe therefore logs t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from math import prod
 
 from rich.table import Table as TextTable
 
-from ..accounting import ProductsLeftOut, StepCost, StepCounter
+from ..accounting import StepCost, StepCounter
 from ..client import Client
 from ..data.pixels import normalize
 from ..data.stored_images import images_of_rows
@@ -46,13 +45,7 @@ class RoundCost:
     one_view_flops: dict[int, int]  # of one image's pass through the online network; the LW-FedSSL paper counts them
 
 
-def estimate(
-    federation: Federation,
-    newcomers: bool = False,
-    note: Callable[[str], None] = lambda text: None,
-    without_products: bool = False,
-    only_rounds: Collection[int] | None = None,
-) -> list[RoundCost]:
+def estimate(federation: Federation, newcomers: bool = False) -> list[RoundCost]:
     """Return the resources of every round, in order, with the opening round first if there is one.
 
     Clients are sampled and drop out as in the run itself; refusals by the guard are not predicted. A step of each kind
@@ -61,23 +54,18 @@ def estimate(
     Args:
         newcomers: count as if every client took part for the first time in every round. This is the most that layers
             which arrive late can cost (the LW-FedSSL paper's worst case, section 4.3).
-        note: called with a line of text for each step that is counted.
-        without_products: count without computing the products that make up the operations, which is faster. The
-            clients' answers are then noise of the right size.
-        only_rounds: numbers of the rounds that are counted (default: all); the clients take no part in the others.
 
     Raises:
         UserError: a step fails, for instance because its loss is not finite.
     """
-    method, rows, counter = federation.method, federation.client_rows, _Counter(federation, note, without_products)
+    rows, counter = federation.client_rows, _Counter(federation)
+    method = counter.method
     server, costs = method.initial_state(), []
     if method.opening_round:
         server, opening = counter.opening_round(server)
         costs.append(opening)
     last_stages: dict[int, int] = {}
     for number in range(1, federation.recipe.rounds + 1):
-        if only_rounds is not None and number not in only_rounds:
-            continue
         chosen = federation.sampled_clients(number)
         answering = federation.answering_clients(number, chosen)
         sent = method.broadcast(server, chosen, number)
@@ -130,9 +118,8 @@ class _ClientRound:
 class _Counter:
     """Counts the clients' parts in the rounds, each kind once; holds the clients' models and memories meanwhile."""
 
-    def __init__(self, federation: Federation, note: Callable[[str], None], without_products: bool):
-        self.federation, self.method, self.note = federation, federation.method, note
-        self.without_products, self.products_left_out = without_products, ProductsLeftOut()
+    def __init__(self, federation: Federation):
+        self.federation, self.method = federation, federation.method.with_short_server_training()
         # otherwise an answer can contain a client's own name, or depend on its images
         self.only_weights = all(a.exchanges_weights for a in self.method.aggregators)
         self.compares_stages = any(r.needs_previous_model for r in self.method.regularizers)
@@ -164,7 +151,7 @@ class _Counter:
         if not self.only_weights:
             key += (part.client, *sorted(part.received.config.items()))  # what is asked for may differ by round
         if key not in self.replies:
-            reply = self._counted_run(part, self.batch_sizes[0])
+            reply = self._run(part, self.batch_sizes[0])
             self.replies[key] = reply.num_bytes if self.only_weights else reply
         return self.replies[key]
 
@@ -172,12 +159,11 @@ class _Counter:
         """Return the cost of a step at the recipe's batch size, and the operations of one image's pass."""
         kind = self._kind(part)
         if kind not in self.steps:
-            self.note(f"counting a step of round {part.number} ({self.federation.recipe.architecture_of(part.client)})")
             counted = []
             for size in self.batch_sizes:
                 key = (*kind, size)
                 if key not in self.counted:
-                    self._counted_run(part, size)
+                    self._run(part, size)
                 counted.append(self.counted[key])
             values = {field.name: [getattr(cost, field.name) for cost in counted] for field in fields(StepCost)}
             size = self.method.training.batch_size
@@ -196,15 +182,11 @@ class _Counter:
         # weights that arrive are only put into place; other things take operations
         return kind if self.only_weights else (*kind, part.received.num_bytes)
 
-    def _counted_run(self, part: _ClientRound, batch_size: int) -> Message:
-        """Run one step, store its cost in `counted`, and return the client's answer."""
-        with self.products_left_out if self.without_products else nullcontext():
-            reply, cost = self._run(part, batch_size)
-        self.counted.setdefault((*self._kind(part), batch_size), cost)
-        return reply
+    def _run(self, part: _ClientRound, batch_size: int) -> Message:
+        """Run one step, store its cost in `counted`, and return the client's answer.
 
-    def _run(self, part: _ClientRound, batch_size: int) -> tuple[Message, StepCost]:
-        """Run one step of a client, whose memory is that of any client with the same past."""
+        The client's memory is that of any client with the same past.
+        """
         owner: object = self.federation.recipe.architecture_of(part.client) if self.only_weights else part.client
         client = self._client(part.client)
         if part.last_stage is None:
@@ -216,7 +198,8 @@ class _Counter:
         method = replace(self.method, training=self.method.training.model_copy(update=changes))
         reply, cost = method.counted_round(client, part.received, part.number, most_steps=1)
         self.memories.setdefault((owner, part.stage if self.compares_stages else None), client.memory)
-        return reply, cost
+        self.counted.setdefault((*self._kind(part), batch_size), cost)
+        return reply
 
     def _client(self, index: int) -> Client:
         """Return a client that shares its model with all clients of its architecture: the weights do not matter."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..data.datasets import Dataset, load_dataset
@@ -26,19 +24,17 @@ from ..federation import Federation, build_federation
 from ..recipe.overrides import read_values
 from ..recipe.recipe import Recipe
 from ..recipe.rules import check_shares, public_image_users
-from ..reports.cost import RoundCost, estimate, format_flops
+from ..reports.cost import estimate, format_flops
 from ..training import steps_of_round
 from .files import Note, plain_table
 from .resources import noise_images
 from .table import RESOURCES, ExpectedData, Table, TableRow, TableScenario, cell_recipe
 
 _PLACEHOLDER = "data.path=the-path-that-is-not-given"
-#: a schedule with more stages is counted at three of them if these are alike
-_MOST_COUNTED_STAGES = 6
 #: public images of the made-up data if no regularizer has a larger batch of them
 _FEWEST_PUBLIC_IMAGES = 8
-#: of the timing of one kind of step; the batch is smaller than the recipe's if necessary
-_TIMED_SECONDS, _MOST_TIMED_STEPS, _SMALLEST_BATCH = 1.0, 1000, 2
+#: of the timing of one kind of step; the batch is smaller than the recipe's if a step of it has more operations
+_TIMED_SECONDS, _MOST_TIMED_STEPS, _TIMED_FLOPS, _SMALLEST_BATCH = 1.0, 1000, 10**10, 2
 
 
 def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda text: None) -> None:
@@ -142,7 +138,7 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
     left_out = f", without {uncounted * seeds} runs whose data is missing" if uncounted else ""
     if costs:
         flops, seconds = seeds * sum(cost.flops for cost in costs), seeds * sum(cost.seconds for cost in costs)
-        device = "its GPU" if torch.cuda.is_available() else "one thread"
+        device = "its GPU" if torch.cuda.is_available() else "its processor"
         cost = f"{format_flops(flops)} FLOPs, {_hours(seconds)} hours on this machine with {device}"
         note(f"\nIn all{left_out}: {cost}, one run at a time.")
         note(
@@ -258,8 +254,6 @@ def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
         "clients_per_round": None,
         "client_dropout": 0.0,
         "engine": "in-process",
-        # the server's training before the first round is not counted, so it may be short
-        "aggregators": [a.model_copy(update={"epochs": 1}) if a.trains else a for a in recipe.aggregators],
         "architectures": [architecture],
         "partition": PartitionOptions(name="iid", clients=1),
         "evaluation": EvaluationOptions(),
@@ -281,60 +275,25 @@ def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> list[
     if kind not in known_steps:
         batches = [getattr(regularizer, "batch_size", 0) for regularizer in recipe.regularizers]
         public = max(_FEWEST_PUBLIC_IMAGES, *batches) if public_image_users(recipe) else 0
-        images = noise_images(recipe.training.batch_size, shape, classes, public)
-        federation = build_federation(recipe, images)
-        ends = _ends_of_stages(recipe)
-        # a client's first round in a stage may lack what its later ones have, such as a previous model
-        counted = {number for end in ends for number in (end - 1, end)}
-        costs = estimate(federation, without_products=True, only_rounds=counted)
-        flops = _interpolate(recipe.rounds, [cost for cost in costs if cost.number in ends])
-        seconds, timed_flops = _timed(federation, ends[-1])
-        known_steps[kind] = [(one, one * seconds / timed_flops) for one in flops]
+        federation = build_federation(recipe, noise_images(recipe.training.batch_size, shape, classes, public))
+        flops = [cost.step[0].flops for cost in estimate(federation) if cost.number]
+        seconds = _seconds_of_an_operation(federation, flops[-1])
+        known_steps[kind] = [(one, one * seconds) for one in flops]
     return known_steps[kind]
 
 
-def _ends_of_stages(recipe: Recipe) -> list[int]:
-    """Return the last rounds of some stages, in order; a step's cost is linear between them.
+def _seconds_of_an_operation(federation: Federation, flops: int) -> float:
+    """Time the last round's steps, which have `flops` operations, at the largest batch of which a second holds some.
 
-    The first stage also trains the patch embedding. A transformer's many stages after it differ only in their number
-    of blocks. All stages are counted if they are few, as a ResNet's, which differ, or if depth dropout bends the line.
+    The regularizers take no more images than the batch.
     """
-    length = getattr(recipe.schedule, "rounds_per_stage", recipe.rounds) if recipe.schedule.cuts else recipe.rounds
-    stages = recipe.rounds // length
-    alike = stages > _MOST_COUNTED_STAGES and getattr(recipe.schedule, "kept_layers", None) is None
-    chosen = {1, 2, stages} if alike else range(1, stages + 1)
-    return [stage * length for stage in sorted(chosen)]
-
-
-def _timed(federation: Federation, number: int) -> tuple[float, int]:
-    """Return the seconds of a step in a round, and its operations, at the largest batch of which a second holds some.
-
-    The regularizers take no more images than the batch. On the CPU it is one thread's processor time, which other
-    programs do not lengthen: threads that wait for each other count as work.
-    """
-    method, server, threads = federation.method, opened(federation), torch.get_num_threads()
-    clock = time.perf_counter if federation.device.type == "cuda" else time.process_time
-
-    def timed(size: int, seconds: float) -> tuple[float, int]:
-        training = method.training.model_copy(update={"batch_size": size, "local_steps": _MOST_TIMED_STEPS})
-        terms = [
-            term.model_copy(update={"batch_size": min(size, term.batch_size)}) if hasattr(term, "batch_size") else term
-            for term in method.regularizers
-        ]
-        small = replace(method, training=training, regularizers=tuple(terms))
-        return timed_step(replace(federation, method=small), server, 0, number, seconds, clock)
-
-    torch.set_num_threads(1)
-    try:
-        within_time = int(_SMALLEST_BATCH * _TIMED_SECONDS / 4 / timed(_SMALLEST_BATCH, 0.0)[0])
-        return timed(max(_SMALLEST_BATCH, min(method.training.batch_size, within_time)), _TIMED_SECONDS)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _interpolate(rounds: int, counted: list[RoundCost]) -> list[float]:
-    """Return the operations of a step in each round, interpolated between the stages that were counted."""
-    length = counted[0].number
-    stages = [cost.number // length for cost in counted]
-    flops = [cost.step[0].flops for cost in counted]
-    return [float(np.interp(-(-number // length), stages, flops)) for number in range(1, rounds + 1)]
+    method, whole = federation.method, federation.method.training.batch_size
+    size = max(_SMALLEST_BATCH, min(whole, whole * _TIMED_FLOPS // flops))
+    training = method.training.model_copy(update={"batch_size": size, "local_steps": _MOST_TIMED_STEPS})
+    terms = tuple(
+        term.model_copy(update={"batch_size": min(size, term.batch_size)}) if hasattr(term, "batch_size") else term
+        for term in method.regularizers
+    )
+    small = replace(federation, method=replace(method, training=training, regularizers=terms))
+    seconds, timed_flops = timed_step(small, opened(federation), 0, method.rounds, _TIMED_SECONDS)
+    return seconds / timed_flops

@@ -167,20 +167,22 @@ def test_operations_are_those_of_fedssl_cost(values):
     assert found.seconds > 0
 
 
-@pytest.mark.parametrize(("seconds_an_image", "largest"), [(0.5, 2), (0.07, 3), (0.001, 5)])
-def test_hours_follow_from_the_largest_batch_of_which_a_second_holds_some(seconds_an_image, largest, monkeypatch):
-    """Of a machine that takes as long for an image, and for an operation of it, at every batch and in every stage."""
+@pytest.mark.parametrize(("timed_flops", "size"), [(0, 2), (0.7, 3), (9, 5)])
+def test_hours_follow_from_a_batch_that_is_not_too_large(timed_flops, size, monkeypatch):
+    """Of a machine that takes as long for an operation at every batch and in every stage."""
     sizes = []
 
-    def timed(federation, server, k, number, seconds, clock):
+    def timed(federation, server, k, number, seconds):
         sizes.append(federation.method.training.batch_size)
-        return seconds_an_image * sizes[-1], 100 * sizes[-1]
+        return 0.5 * sizes[-1], 100 * sizes[-1]
 
-    monkeypatch.setattr("fedssl.tables.dry_run.timed_step", timed)
     recipe = parse_recipe(tiny_values(**SMALL, schedule=STAGES))
+    last = estimate(build_federation(recipe))[-1].step[0].flops
+    monkeypatch.setattr("fedssl.tables.dry_run.timed_step", timed)
+    monkeypatch.setattr("fedssl.tables.dry_run._TIMED_FLOPS", int(timed_flops * last))
     found = run_cost(recipe, training_data(recipe.data, recipe.seed, None), {})
-    assert sizes == [2, largest]
-    assert found.seconds == pytest.approx(found.flops * seconds_an_image / 100)
+    assert sizes == [size]
+    assert found.seconds == pytest.approx(found.flops / 200)
 
 
 @pytest.mark.usefixtures("short_timings")
