@@ -204,10 +204,31 @@ struct Problem {
     if (mine) x += values[i];
   }
 
-  // Proximal steps from the solution on A + ridge I towards one on A: corrections by the factor of the former.
+  // Proximal steps from the solution on A + ridge I towards one on A: corrections by the factor of the former. Where
+  // rounding has made A indefinite they may lead away from it, so each has to be better than what there was.
   __device__ void sharpen(int count, bool mine) {
     set_ridge(0);
-    for (int step = 0; step < 2; ++step) correct(count, mine);
+    double weight, best = residual(&weight);
+    for (int step = 0; step < 2; ++step) {
+      const double before = x;
+      correct(count, mine);
+      const double now = residual(&weight);
+      if (!(now < best)) {
+        x = before;
+        return;
+      }
+      best = now;
+    }
+  }
+
+  // -> p'Gp - min_k (Gp)_k in units of the trace, of the weights p that belong to x without what is below 0. It is 0 at
+  // the optimum. (Gp)_i = (Ax)_i / (s_i total) and so on, s being `right` up to a factor.
+  __device__ double residual(double* weight) {
+    x = x > 0 ? x : 0;
+    complement();
+    const double mine = real ? right[i] : 1, total = sum(x * mine), slope = (w + mine) / mine / total;
+    *weight = x * mine / total;
+    return sum(*weight * slope) - least(slope);
   }
 
   __device__ void set_ridge(double value) {
@@ -260,25 +281,18 @@ struct Problem {
   // -> this client's weight. Without a ridge: false where the optimum is not unique, or not reached to the tolerance.
   __device__ bool finish(double tol, bool has_ridge, double* weight) {
     if (__syncthreads_or(!has_ridge && real && !positive[i] && w <= TIE * right[i])) return false;
-    x = x > 0 ? x : 0;
-    const double mine = real ? right[i] : 1, total = sum(x * mine);
-    if (!(total > 0)) return false;
-    if (has_ridge) {
-      *weight = x * mine / total;
-      return true;
-    }
-    complement();
-    // In units of the trace: (Gp)_i = (Ax)_i / (s_i total) and so on, s being `right` up to a factor.
-    const double slope = (w + mine) / mine / total, length = 1 / (mine * mine);
-    *weight = x * mine / total;
+    const double reached = residual(weight);
+    if (reached != reached) return false;  // no client has a weight
+    if (has_ridge) return true;
+    const double mine = real ? right[i] : 1, length = 1 / (mine * mine);
     double of_column = 0;
     if (real) {
       for (int row = 0; row < clients; ++row) of_column += entry(row, i) / right[row];
     }
-    const double value = sum(*weight * slope), lowest = least(slope), trace = sum(length), shortest = least(length);
+    const double trace = sum(length), shortest = least(length);
     const double mean = sum(of_column / mine) / (static_cast<double>(clients) * clients);
     const double accept = (tol < 1e-10 ? tol : 1e-10) * (mean < shortest ? mean : shortest);
-    return value - lowest <= (accept > EPSILON * trace ? accept : EPSILON * trace);
+    return reached <= (accept > EPSILON * trace ? accept : EPSILON * trace);
   }
 
   __device__ double solve(const Array& gram, int64_t start, double tol) {
