@@ -141,7 +141,7 @@ def measured_without_labels(run: Path, file: Path) -> dict[str, str]:
     from fedkernels import ViewKey
     from fedssl.augmentations.base import draw_views
     from fedssl.augmentations.random_views import RandomViews
-    from fedssl.evaluation.features import extract_view_features
+    from fedssl.evaluation.features import extract_features
     from fedssl.evaluation.metrics import view_retrieval
     from fedssl.export.trained_encoder import encoder_of_run
 
@@ -154,7 +154,7 @@ def measured_without_labels(run: Path, file: Path) -> dict[str, str]:
     rows, drawn = torch.arange(len(images)), []
     for number in range(_VIEWS // 2):
         pair = draw_views(views, images, rows, ViewKey(number), torch.device("cpu"))
-        drawn += [extract_view_features(network, view).double() for view in pair]
+        drawn += [extract_features(network, view, prepare=lambda batch: batch).double() for view in pair]
     features = torch.stack(drawn, dim=1)  # [images, views, d]
 
     def rank(values: torch.Tensor) -> float:
