@@ -212,7 +212,7 @@ def run_table(
 
 
 def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
-    """Print the evaluation after the last round, one line for each client."""
+    """Print the last evaluation, one line for each client, below those of raw pixels and of the start."""
     from ..evaluation.metrics import METRICS, short_title
 
     if not rows:
@@ -223,10 +223,15 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     labelled = not measured & {"alignment", "uniformity"}
     metrics = [m for m in METRICS.values() if m.printed and m.images != ("unlabelled" if labelled else "labelled")]
     shown = [m for m in metrics if labelled or m.name in measured]
-    table = TextTable("client", *(short_title(m.name) for m in shown), box=None, pad_edge=False)
+    start = {metric: value for number, who, metric, value in rows if number == 0 and who in ("mean", "global")}
+    lines = {"raw pixels": {name.removeprefix("pixel_"): start[name] for name in start if name.startswith("pixel_")}}
+    lines["before training"] = start
     for who in dict.fromkeys(who for who, name in values if any(name == m.name for m in shown)):
-        cells = [f"{values[who, m.name]:.{m.decimals}f}" if (who, m.name) in values else "-" for m in shown]
-        table.add_row(who, *cells)
+        lines[who] = {name: value for (owner, name), value in values.items() if owner == who}
+    table = TextTable("client", *(short_title(m.name) for m in shown), box=None, pad_edge=False)
+    for who, found in lines.items():
+        if found:
+            table.add_row(who, *(f"{found[m.name]:.{m.decimals}f}" if m.name in found else "-" for m in shown))
     console.print(table)
 
 

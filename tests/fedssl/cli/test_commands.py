@@ -74,7 +74,7 @@ def test_run_evaluate_report_and_resume(fedssl, tmp_path):
     folder = tmp_path / "runs" / "tiny-seed0"
     code, out, _ = fedssl("run", "tiny.yaml", "rounds=1")
     assert code == 0
-    assert "kNN %" in out
+    assert re.search(r"kNN %.*\nraw pixels +\d+\.\d.*\nbefore training +\d+\.\d.*\n0 ", out)
     assert "fedssl report runs/tiny-seed0" in out
     assert fedssl("evaluate", "runs/tiny-seed0", "--semi-supervised", "0.1")[0] == 0
     with open(folder / "evaluation.csv", newline="") as file:
