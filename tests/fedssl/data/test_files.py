@@ -56,11 +56,9 @@ def test_files_that_are_no_images_are_named_with_what_makes_images_of_them(tmp_p
     file.write_bytes(b"content")
     load_dataset(DataOptions(name="images", path=tmp_path / "images"), 0)
     assert f"1 file is left out of {tmp_path}/images: {name}; images end with" in caplog.text
-    assert caplog.text.count(f"; {says}") == 1
+    assert caplog.text.count(says) == 1
     assert ("unpack" in caplog.text) == name.endswith(".zip")
-    refused(
-        rf"{name} is no folder; set data\.path to a folder of images; .*{says}", DataOptions(name="images", path=file)
-    )
+    refused(rf"{name} is no folder; set data\.path to .*images; .*{says}", DataOptions(name="images", path=file))
     if name != "a.npz":
         refused(rf"{name} cannot be read as an \.npz file .*; .*{says}", DataOptions(name="npz", path=file))
     (tmp_path / "images" / "1.png").unlink()

@@ -123,7 +123,7 @@ def test_several_labels_an_image_are_measured_by_auroc(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("y_test", "says"),
     [
-        (random_pixels(15, 3) % 2, r"y_test in .* has 3 columns; expected 4, one for each label, as y_train has"),
+        (random_pixels(15, 3) % 2, r"y_test in .* has 3 columns but y_train has 4; expected one for each label"),
         (random_pixels(14, 4) % 2, r"x_test has 15 images but y_test has 14 labels"),
         (random_pixels(15, 4), r"y_train in .* has shape \[36, 4\]; expected \[n\] or \[n, 1\]"),
     ],
