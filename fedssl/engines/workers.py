@@ -158,6 +158,7 @@ def _work(pipe: Connection, threads: int, data: tuple[str, Dataset, dict[str, Da
     end_with_parent()
     torch.set_num_threads(threads)
     trainer: ClientTrainer | None = None
+    outcome: tuple[str, Any]
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended
         while True:
             task = pipe.recv()

@@ -18,11 +18,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Check that a device can train with a precision.
-
-    Raises:
-        UserError: float16 on anything but CUDA.
-    """
+    """Raise a UserError for float16 on anything but CUDA."""
     if precision == "float16" and device.type != "cuda":
         raise UserError(
             f"training.precision float16 needs a CUDA device, got device {device.type}: use training.precision=bfloat16"

@@ -99,8 +99,8 @@ def with_paths_from(folder: Path, key: str, value: Any) -> Any:
     if isinstance(value, dict) and key in _ENCODERS:  # by architecture
         return {name: with_paths_from(folder, key, one) for name, one in value.items()}
     if isinstance(value, dict):
-        named = {"weights": _WEIGHTS} if key == "model" else {}
-        return {name: with_paths_from(folder, named.get(name, name), one) for name, one in value.items()}
+        below = {name: _WEIGHTS if (key, name) == ("model", "weights") else name for name in value}
+        return {name: with_paths_from(folder, below[name], one) for name, one in value.items()}
     if key in _ENCODERS and isinstance(value, (int, float)):
         value = scalar_text(value)
     if not isinstance(value, str):

@@ -94,9 +94,7 @@ class AppliedPreset(NamedTuple):
 
 
 def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
-    """Return a recipe's mapping with overrides applied, except for those of one architecture, without running code.
-
-    Each part in it is a mapping.
+    """Return a recipe's mapping with overrides, but those of one architecture, and its parts as mappings; run no code.
 
     Raises:
         UserError: an override does not fit; the message calls the recipe `source`.
@@ -141,18 +139,15 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
         near = difflib.get_close_matches(str(name), preset_names(), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}")
-    named = values.get("data", {})
-    try:  # None: `data` is invalid, which the recipe's checks report
-        data = (summarise(named) if isinstance(named, dict) else None) or _UNKNOWN
-    except UserError as error:
-        if name == "auto":
+    data, reason = _UNKNOWN, "the recipe or the command line names it"
+    if name == "auto":
+        try:
+            data = _summarise(values)
+        except UserError as error:
             raise UserError(
                 f"{error}; the preset is chosen from the data: correct data.path, or where the data lie on another "
                 f"machine name one with preset=NAME, of {', '.join(preset_names())}"
             ) from error
-        data = _UNKNOWN  # it may be on another machine
-    reason = "the recipe or the command line names it"
-    if name == "auto":
         name, reason = _preset_for(data, values)
     preset = read_preset(name)
     settings: dict[str, Any] = {}
@@ -161,6 +156,9 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
             _fill_in(settings, preset.parts[part["name"]].settings)
     _fill_in(settings, preset.settings)
     _fill_in(values, settings)
+    if data is _UNKNOWN:
+        with contextlib.suppress(UserError):  # the data, which may be the preset's, may be on another machine
+            data = _summarise(values)
     if values.get("architectures") == "several":
         values["architectures"] = list(preset.several)
     for _, part in parts_in(values):
@@ -178,6 +176,11 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
         with contextlib.suppress(*_OF_INVALID_VALUES):
             reasons += adapt(_Filled(values, given, preset, data))
     return AppliedPreset(given, values, tuple(reasons))
+
+
+def _summarise(values: dict[str, Any]) -> DataSummary:
+    data = values.get("data", {})
+    return (summarise(data) if isinstance(data, dict) else None) or _UNKNOWN  # the recipe's checks say what is wrong
 
 
 def _preset_for(data: DataSummary, values: dict[str, Any]) -> tuple[str, str]:

@@ -37,9 +37,8 @@ def public_batches(local: LocalRound, batch_size: int, purpose: str) -> Iterator
     assert public is not None
     layer: Any = local.received.config["alignment.layer"]
     factored = FACTOR in sent
-    if not factored and KERNEL not in sent:
+    if (target := sent.get(FACTOR, sent.get(KERNEL))) is None:
         return
-    target = sent[FACTOR if factored else KERNEL]
     whitening = client.memory.tensors.get(WHITENING)
     if whitening is not None:
         whitening = whitening.to(model.device)
