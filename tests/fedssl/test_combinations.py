@@ -130,7 +130,7 @@ def test_every_pair_of_aggregators_works_or_is_refused(local_update):
     ("changes", "message"),
     [
         (("orchestra", ["public_objective"], ["weighted_mean", "orchestra_clusters"], "replace"), "orchestra needs 3"),
-        (("supervised", ["representation_alignment"], ["weighted_mean"], "replace"), "no projector: use moco_v3"),
+        (("supervised", ["representation_alignment"], ["weighted_mean"], "replace"), "no projector: use simclr"),
         (("byol", [], ["weighted_mean", "eua"], "replace"), "weighted_mean and eua both join the weights"),
         (("byol", [], ["dictionary", "dictionary"], "keep_own"), "name dictionary twice"),
         (("orchestra", [], ["orchestra_clusters"], "keep_own"), "orchestra_clusters works with the global model"),

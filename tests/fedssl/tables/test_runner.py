@@ -147,7 +147,7 @@ def test_a_finished_table_is_written_and_not_run_again(tiny_table, copied, monke
     markdown = (copied / "table.md").read_text(encoding="utf-8")
     for path in copied.glob("*/seed-*/recipe.yaml"):
         recipe = yaml.safe_load(path.read_text())
-        assert recipe["training"].pop("stop_at_collapse") is False
+        assert recipe["training"].pop("deterministic") is False
         path.write_text(yaml.safe_dump(recipe))
     before = states(copied)
     monkeypatch.setattr(in_process, "run", None)
@@ -156,8 +156,8 @@ def test_a_finished_table_is_written_and_not_run_again(tiny_table, copied, monke
     run_table(tiny_table, copied, CHANGES)
     assert states(copied) == before
     assert (copied / "table.md").read_text(encoding="utf-8") == markdown
-    message = "was made with training.stop_at_collapse=False, now it is True"
-    require_refusal(message, tiny_table, copied, *CHANGES, "training.stop_at_collapse=true")
+    message = "was made with training.deterministic=False, now it is True"
+    require_refusal(message, tiny_table, copied, *CHANGES, "training.deterministic=true")
 
 
 def test_cells_of_another_recipe_and_of_other_data_are_not_mixed_in(tiny_table, copied, images):
