@@ -172,6 +172,26 @@ def _add_product(to: Tensor, first: Tensor, second: Tensor, factor: float) -> No
         to.addmm_(first.to(to.dtype), second.to(to.dtype), alpha=factor)
 
 
+def product(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    """first @ second in `dtype`; where both have the same 16 bits they are multiplied as they are."""
+    if first.dtype != second.dtype:
+        first, second = first.to(dtype), second.to(dtype)
+    to = first.new_empty((len(first), second.shape[1]), dtype=dtype)
+    _multiply(first, second, to)
+    return to
+
+
+def add_weighted(to: Tensor, weights: Tensor, rows: Tensor) -> None:
+    """to += weights @ rows, for weights of at most about 1. Rows of 16 bits meet them in two parts of 16 bits."""
+    if rows.dtype == to.dtype or not rows.is_cuda:
+        to.addmm_(weights, rows.to(to.dtype))
+        return
+    weights = weights * _WEIGHT_SCALE
+    high = weights.to(rows.dtype)
+    for part in (high, (weights - high).to(rows.dtype)):
+        _add_product(to, part, rows, 1 / _WEIGHT_SCALE)
+
+
 def inner_product(first: Tensor, second: Tensor) -> Tensor:
     """The sum over all entries of rows times rows, float64, without a copy of all of them."""
     pairs = zip(first.split(_TILE_ROWS), second.split(_TILE_ROWS), strict=True)
@@ -283,7 +303,7 @@ def _multiplied(*rows: Tensor) -> torch.dtype:
     return rows[0].dtype if same else compute_dtype(*rows)
 
 
-def _in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
+def in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of at most 1, so that float16 holds what they are multiplied with, and their unit."""
     unit = weights.abs().nan_to_num(0.0, 0.0, 0.0).amax()
     unit = torch.where(unit > 0, unit, 1.0)
@@ -356,7 +376,7 @@ def info_nce_gradients(
     key_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     pairs = _Pairs([query], [key], _multiplied(query, key), 1 / temperature, shift=0)
-    results, (weights, unit) = _no_results(pairs), _in_units(weights)
+    results, (weights, unit) = _no_results(pairs), in_units(weights)
     of_query = query.new_empty(query.shape if query_gradient else 0)
     of_key = key.new_empty(key.shape if key_gradient else 0)
     given = _Given(rows=results.rows, row_weights=weights, positive_weights=-weights)
@@ -390,7 +410,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str, gr
 
 def nt_xent_gradients(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor) -> Tensor:
     pairs = _views(view1, view2, temperature)
-    results, (weights, unit) = _no_results(pairs), _in_units(weights)
+    results, (weights, unit) = _no_results(pairs), in_units(weights)
     of_rows = view1.new_empty((len(weights), view1.shape[1]), dtype=compute_dtype(view1, view2))
     both = -weights - weights.roll(len(view1))
     with no_autocast(view1):
@@ -443,7 +463,7 @@ def similarity_logsumexp_gradients(
     of_key = key.new_empty(key.shape if key_gradient else 0, dtype=pairs.sums)
     weights, unit = (row_weights, column_weights, positive_weights), None
     if pairs.dtype != pairs.sums:
-        joined, unit = _in_units(torch.cat(weights))
+        joined, unit = in_units(torch.cat(weights))
         weights = joined.split([len(one) for one in weights])
     given = _Given(rows, columns, *weights)
     if query_gradient or key_gradient:
@@ -486,7 +506,8 @@ def sigmoid_loss(
                     weights.copy_(products.mul_(unit))
                     begin = max(first, first_key)
                     own = products.diagonal(first - first_key)
-                    rest[begin : begin + len(own), 0] = own - weights.diagonal(first - first_key)
+                    if len(own):
+                        rest[begin : begin + len(own), 0] = own - weights.diagonal(first - first_key)
                 if query_gradient:
                     to_query = of_query[first : first + len(some)]
                     _add_product(to_query, weights, others.to(pairs.dtype), 1 / unit)

@@ -4,6 +4,7 @@ Torch's products are those of the CPU here, of rows that are widened first. The 
 """
 
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fedkernels.distributed
 from fedkernels import clip_loss, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
 from fedkernels.internal import contrastive_cuda
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
@@ -189,11 +191,9 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("name", LOSSES | WIDE_LOSSES)
-def test_rows_of_16_bits_are_multiplied_as_they_are(bindings, monkeypatch, name, dtype):
-    """In all losses, wherever their scales come from: a product in float32 takes many times as long."""
-    call, tensors = (LOSSES | WIDE_LOSSES)[name]
+@pytest.fixture
+def products(monkeypatch):
+    """What is multiplied in the operators too."""
     products = Products()
     for product, first in (("_multiply", 0), ("_add_product", 1)):
         original = getattr(contrastive_cuda, product)
@@ -203,19 +203,55 @@ def test_rows_of_16_bits_are_multiplied_as_they_are(bindings, monkeypatch, name,
             original(*arguments)
 
         monkeypatch.setattr(contrastive_cuda, product, noting)
+    return products
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", LOSSES | WIDE_LOSSES)
+def test_rows_of_16_bits_are_multiplied_as_they_are(bindings, products, name, dtype):
+    """In all losses, wherever their scales come from: a product in float32 takes many times as long."""
+    call, tensors = (LOSSES | WIDE_LOSSES)[name]
     with bindings.on_cuda(), products:
         call(*(tensor.to(dtype) for tensor in tensors))
     assert products.seen <= {dtype}
 
 
-@pytest.mark.parametrize("setting", ["sums in float16", "TunableOp, one row"])
+def test_so_they_are_in_the_losses_of_ranks(bindings, products, tmp_path):
+    """Of one rank, against the losses without ranks."""
+    losses = {
+        "info_nce": (FEW, MANY, NUMBER),
+        "clip_loss": (FEW, VIEW, NUMBER),
+        "nt_xent": (FEW, VIEW, NUMBER),
+        "sigmoid_loss": (FEW, VIEW, NUMBER, -NUMBER),
+        "supervised_contrastive_loss": (FEW,),
+    }
+    labels = {"supervised_contrastive_loss": {"labels": NUMBERS[:37] % 5, "temperature": 0.3}}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for name, tensors in losses.items():
+            ours, plain = (
+                with_gradients(partial(getattr(module, name), **labels.get(name, {})))
+                for module in (fedkernels.distributed, fedkernels)
+            )
+            inputs = [tensor.to(BF16) for tensor in tensors]
+            with bindings.on_cuda() as called, products:
+                found = ours(*inputs)
+            assert called or name == "sigmoid_loss"
+            value, *gradients = errors(found, plain(*(tensor.double() for tensor in inputs)))
+            assert value <= 1e-6
+            assert max(gradients) <= 8e-3
+    finally:
+        torch.distributed.destroy_process_group()
+    assert products.seen == {BF16}
+
+
+@pytest.mark.parametrize("setting", ["allow_fp16_accumulation", "TunableOp, one row"])
 def test_rows_are_widened_where_torch_returns_no_wide_products(monkeypatch, setting):
     rows, wide = torch.empty(1, 8, dtype=FP16, device="meta"), torch.empty(1, 1, device="meta")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-    if setting == "sums in float16":
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
-    else:
-        monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: True)
+    sums_in_16_bits = setting == "allow_fp16_accumulation"
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=sums_in_16_bits))
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: not sums_in_16_bits)
     with Products() as products:
         contrastive_cuda._multiply(rows, rows.T, wide)
         contrastive_cuda._add_product(wide, rows, rows.T, 2.0)
