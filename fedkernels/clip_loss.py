@@ -5,9 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks, native
-from fedkernels.internal.autograd import has_tangent
-from fedkernels.internal.contrastive import scaled_rows
+from fedkernels.internal import checks, contrastive
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference._reduce import reduce
@@ -50,10 +48,9 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, reductio
     logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     dtype = compute_dtype(image, text)
-    scaled = scaled_rows(image, logit_scale, dtype)
-    if has_tangent(scaled, text) or native.operator("similarity_logsumexp", image, text) is None:
-        return _reference(scaled, text, 1.0, reduction)
+    if contrastive.operator("similarity_logsumexp", image, text, logit_scale) is None:
+        return _reference(contrastive.scaled_rows(image, logit_scale, dtype), text, 1.0, reduction)
     numbers = torch.arange(image.shape[0], device=image.device)
-    sums = similarity_logsumexp(scaled, text, positives=numbers, columns=True)
+    sums = similarity_logsumexp(image, text, logit_scale, positives=numbers, columns=True)
     of_images, of_texts, of_pairs = cast(tuple[Tensor, Tensor, Tensor], sums)
     return (reduce(of_images - of_pairs, reduction) / 2 + reduce(of_texts - of_pairs, reduction) / 2).to(dtype)

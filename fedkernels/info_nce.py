@@ -74,10 +74,10 @@ def info_nce(
     positives = _check_positives(positives, query, key)
     if negatives is not None:
         key = contrastive.with_negatives(query, key, negatives)
-    if labels is not None or excluded is not None or isinstance(positives, Tensor):
-        _check_left_out(labels, excluded, query, key)
-        scaled = contrastive.scaled_rows(query, 1 / temperature, compute_dtype(query, key))
-        return _by_similarities(scaled, key, reduction, positives, labels, excluded)
+    _check_left_out(labels, excluded, query, key)
+    narrow = isinstance(temperature, Tensor) and contrastive.stays_narrow(query, key)
+    if labels is not None or excluded is not None or isinstance(positives, Tensor) or narrow:
+        return _by_similarities(query, key, 1 / temperature, reduction, positives, labels, excluded)
     if positives > 0:
         with no_autocast(key):  # under autocast to bfloat16 roll of float16 raises an error
             key = key.roll(-positives, 0)  # so that key i is the positive of query i
@@ -93,20 +93,21 @@ def info_nce(
 
 
 def _by_similarities(
-    scaled: Tensor,
+    query: Tensor,
     key: Tensor,
+    scale: Tensor | float,
     reduction: str,
     positives: int | Tensor,
     labels: tuple[Tensor, Tensor] | None,
     excluded: Tensor | None,
 ) -> Tensor:
-    """The loss of queries that are divided by the temperature."""
+    """The loss, which forms the logits once more in the backward pass."""
     if not isinstance(positives, Tensor):
-        positives = torch.arange(positives, positives + scaled.shape[0], device=scaled.device)
+        positives = torch.arange(positives, positives + query.shape[0], device=query.device)
     of_queries, _, of_positives = similarity_logsumexp(
-        scaled, key, positives=positives, labels=labels, excluded=excluded
+        query, key, scale, positives=positives, labels=labels, excluded=excluded
     )
-    return reduce(of_queries - cast(Tensor, of_positives), reduction).to(scaled.dtype)
+    return reduce(of_queries - cast(Tensor, of_positives), reduction).to(compute_dtype(query, key))
 
 
 def _check_positives(positives: object, query: Tensor, key: Tensor) -> int | Tensor:

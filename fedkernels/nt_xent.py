@@ -1,13 +1,15 @@
 """NT-Xent: SimCLR's contrastive loss."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fedkernels.internal import checks, contrastive, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
-from fedkernels.reference._precision import compute_dtype
+from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
+from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._reduce import reduce
 from fedkernels.reference.nt_xent import nt_xent as _reference
 
 
@@ -47,6 +49,8 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
     temperature = checks.positive_number_or_tensor("temperature", temperature, view1.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     if isinstance(temperature, Tensor):
+        if contrastive.stays_narrow(view1, view2):
+            return _by_similarities(view1, view2, temperature, reduction)
         scale, dtype = temperature.rsqrt(), compute_dtype(view1, view2)
         view1, view2 = (contrastive.scaled_rows(view, scale, dtype) for view in (view1, view2))
         temperature = 1.0
@@ -57,6 +61,17 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
     options = temperature, reduction, wanted
     loss: Tensor = operator(view1.contiguous(), view2.contiguous(), *options)[0]
     return loss
+
+
+def _by_similarities(view1: Tensor, view2: Tensor, temperature: Tensor, reduction: str) -> Tensor:
+    """The loss of rows that are not divided by the temperature: 16-bit rows stay what they are."""
+    with no_autocast(view1):
+        rows = torch.cat([view1, view2])
+    numbers = torch.arange(len(rows), device=rows.device)
+    of_rows, _, of_positives = similarity_logsumexp(
+        rows, rows, 1 / temperature, positives=numbers.roll(len(view1)), labels=(numbers, numbers)
+    )
+    return reduce(of_rows - cast(Tensor, of_positives), reduction).to(compute_dtype(rows))
 
 
 if native.module is not None:

@@ -55,26 +55,36 @@ def sigmoid_loss(
     logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
     logit_bias = checks.number_or_tensor("logit_bias", logit_bias, image.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    scaled, text = contrastive.with_bias(image, text, logit_scale, logit_bias)
-    operator = None if reduction == "none" else contrastive.operator("sigmoid_loss", scaled, text)
-    if operator is None:
-        return _reference(scaled, text, 1.0, 0.0, reduction)
-    total: Tensor = operator(scaled, text, needs_gradient(scaled), needs_gradient(text))[0]
-    return (total / image.shape[0] if reduction == "mean" else total).to(scaled.dtype)
+    numbers, dtype, operator = (logit_scale, logit_bias), compute_dtype(image, text), None
+    if reduction != "none":
+        operator = contrastive.operator("sigmoid_loss", image, text, *numbers)
+    if operator is not None and image.is_cuda:  # there 16-bit rows stay what they are
+        scale, bias = (contrastive.scalar(one, image) for one in numbers)
+        wanted = needs_gradient(image) or needs_gradient(scale), needs_gradient(text)
+        operator = torch.ops.fedkernels.scaled_sigmoid_loss
+        total: Tensor = operator(image.contiguous(), text.contiguous(), *wanted, scale, bias)[0]
+    else:
+        scaled, text = contrastive.with_bias(image, text, *numbers)
+        if operator is None:
+            return _reference(scaled, text, 1.0, 0.0, reduction)
+        total = operator(scaled, text, needs_gradient(scaled), needs_gradient(text))[0]
+    return (total / image.shape[0] if reduction == "mean" else total).to(dtype)
 
 
 if native.module is not None:
 
+    @torch.library.register_fake("fedkernels::scaled_sigmoid_loss")
     @torch.library.register_fake("fedkernels::sigmoid_loss")
-    def _(query: Tensor, key: Tensor, query_gradient: bool, key_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _(query: Tensor, key: Tensor, query_gradient: bool, key_gradient: bool, *scales: Tensor) -> tuple[Tensor, ...]:
         dtype = compute_dtype(query, key)
         return (
             query.new_empty((), dtype=torch.float64),
             query.new_empty(query.shape if query_gradient else 0, dtype=dtype),
             key.new_empty(key.shape if key_gradient else 0, dtype=dtype),
+            *(torch.empty_like(scale) for scale in scales),
         )
 
-    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         keep_missing_as_none(ctx)
         query, key = inputs[:2]
         ctx.dtypes = query.dtype, key.dtype
@@ -83,12 +93,14 @@ if native.module is not None:
     def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("sigmoid_loss", *of_gradients)
         if grad is None:
-            return (None,) * 4
+            return (None,) * len(ctx.needs_input_grad)
         wanted = ctx.needs_input_grad[:2]
+        of_query, of_key, *of_scales = ctx.saved_tensors
         of_query, of_key = (
             contrastive.scaled(gradient, grad, dtype) if need else None
-            for gradient, need, dtype in zip(ctx.saved_tensors, wanted, ctx.dtypes, strict=True)
+            for gradient, need, dtype in zip((of_query, of_key), wanted, ctx.dtypes, strict=True)
         )
-        return of_query, of_key, None, None
+        return of_query, of_key, None, None, *(one * grad for one in of_scales)
 
-    torch.library.register_autograd("fedkernels::sigmoid_loss", _backward, setup_context=_setup_context)
+    for _name in ("sigmoid_loss", "scaled_sigmoid_loss"):
+        torch.library.register_autograd(f"fedkernels::{_name}", _backward, setup_context=_setup_context)

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks, native
-from fedkernels.internal.autograd import has_tangent
-from fedkernels.internal.contrastive import scaled_rows
+from fedkernels.internal import checks
+from fedkernels.internal.contrastive import operator, scaled_rows
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.nt_xent import nt_xent
 from fedkernels.reference._precision import compute_dtype
@@ -25,9 +24,9 @@ def supervised_contrastive_loss(
     Learning", Eq. 2 (L_out); several views of an image are rows with the same label.
 
     The mean over the positives is the product with the sum of their rows, so only the log-sum-exp looks at all pairs.
-    For an even B it is that of `nt_xent`, for an odd B, and a dynamic one in torch.export, that of CLIP's loss; neither
-    holds the B x B logits. They take 2.5 and 4 products of B x B x d on the CPU, 4 and 4 on CUDA. torch.func's
-    transforms and forward mode take the reference in plain PyTorch, which holds the logits.
+    For an even B on the CPU it is that of `nt_xent`, else, and for a dynamic B in torch.export, that of CLIP's loss;
+    neither holds the B x B logits. They take 2.5 and 4 products of B x B x d. torch.func's transforms and forward mode
+    take the reference in plain PyTorch, which holds the logits.
 
     Args:
         features: [B, d], float16, bfloat16, float32 or float64, any strides.
@@ -52,9 +51,9 @@ def supervised_contrastive_loss(
     temperature = checks.positive_number_or_tensor("temperature", temperature, features.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     rows, half = features.shape[0], features.shape[0] // 2
-    in_halves = holds(rows % 2 == 0)
+    in_halves = not features.is_cuda and holds(rows % 2 == 0)
     name = "nt_xent" if in_halves else "similarity_logsumexp"
-    if rows == 1 or has_tangent(features) or native.operator(name, features) is None:
+    if rows == 1 or operator(name, features, features, temperature) is None:
         return _reference(features, labels, temperature, reduction)
     # Both sides of the products are divided by the square root.
     z = scaled_rows(features, temperature**-0.5, compute_dtype(features))
@@ -65,7 +64,7 @@ def supervised_contrastive_loss(
         losses = nt_xent(z[:half], z[half:], 1.0, "none") + (z * (z.roll(half, 0) - of_positives)).sum(dim=1)
     else:
         numbers = torch.arange(rows, device=z.device)
-        of_others = similarity_logsumexp(z, z, labels=(numbers, numbers))[0].to(z.dtype)
+        of_others = similarity_logsumexp(features, features, 1 / temperature, labels=(numbers, numbers))[0].to(z.dtype)
         losses = of_others - (z * of_positives).sum(dim=1)
     losses = losses.masked_fill(count == 0, 0)
     if reduction == "mean":
@@ -78,6 +77,6 @@ def _sums_of_positives(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     ordered, order = labels.sort()
     changes = torch.cat([labels.new_zeros(1), (ordered[1:] != ordered[:-1]).cumsum(0)])
     classes = torch.empty_like(labels).scatter(0, order, changes)  # numbers of the labels, from 0 to at most B - 1
-    sums = torch.zeros_like(z).index_add(0, classes, z)
+    sums = torch.zeros_like(z).index_put((classes,), z, accumulate=True)  # on CUDA it sorts, index_add keeps no order
     counts = torch.zeros_like(labels).index_add(0, classes, torch.ones_like(labels))
     return sums[classes] - z, counts[classes] - 1

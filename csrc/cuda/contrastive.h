@@ -10,12 +10,14 @@
 
 namespace fedkernels::cuda {
 
-// A tile of the products q_i . k_j of all queries and keys. A logit is a product times `scale`.
+// A tile of the products q_i . k_j of all queries and keys. A logit is a product times `scale`, and times what lies at
+// `factor` on the device if that is not null.
 struct ContrastiveTile {
   void* products;  // [rows, columns], float64 if `wide`, else float32
   bool wide;
   int64_t rows, columns, first_row, first_column, all_columns;
   double scale;
+  const double* factor;
   // Below, i and j count all queries and keys. The positive of i is positives[i], or where this is null
   // (i + shift) % all_columns, or none if shift < 0. Pairs that are left out, unless they are positives: those of equal
   // labels, those that `excluded` marks, and i == j with `leave_out_self`. Null pointers leave out nothing.

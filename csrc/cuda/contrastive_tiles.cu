@@ -31,11 +31,14 @@ __device__ inline double log_of_sum(double x, double y) {
   return larger + log1p(x == y ? 1 : exp(smaller - larger));
 }
 
+__device__ inline double scale_of(const ContrastiveTile& tile) {
+  return tile.factor ? tile.scale * *tile.factor : tile.scale;
+}
+
 __device__ inline int64_t positive_of(const ContrastiveTile& tile, int64_t row) {
   if (tile.positives) return tile.positives[row];
   if (tile.shift < 0) return -1;
-  const int64_t column = row + tile.shift;
-  return column < tile.all_columns ? column : column - tile.all_columns;
+  return (row + tile.shift) % tile.all_columns;
 }
 
 __device__ inline bool left_out(const ContrastiveTile& tile, int64_t row, int64_t column, int64_t positive) {
@@ -52,7 +55,8 @@ __global__ void __launch_bounds__(THREADS, 4) row_sums_kernel(ContrastiveTile ti
   SHARED(total_of_warps, double[THREADS / 32]);
   const int64_t row = tile.first_row + blockIdx.x, positive = positive_of(tile, row);
   const Number* const products = static_cast<const Number*>(tile.products) + blockIdx.x * tile.columns;
-  const Number scale = static_cast<Number>(tile.scale);
+  const double exact_scale = scale_of(tile);
+  const Number scale = static_cast<Number>(exact_scale);
   Number largest = -INFINITY, total = 0;
   for (int64_t c = threadIdx.x; c < tile.columns; c += THREADS) {
     if (!left_out(tile, row, tile.first_column + c, positive)) largest = Greatest()(largest, products[c]);
@@ -64,9 +68,9 @@ __global__ void __launch_bounds__(THREADS, 4) row_sums_kernel(ContrastiveTile ti
   }
   const double sum = block_reduce(static_cast<double>(total), total_of_warps, Sum());
   if (threadIdx.x) return;
-  sums[row] = log_of_sum(sums[row], largest * tile.scale + log(sum));
+  sums[row] = log_of_sum(sums[row], largest * exact_scale + log(sum));
   const int64_t in_tile = positive - tile.first_column;
-  if (of_positives && in_tile >= 0 && in_tile < tile.columns) of_positives[row] = products[in_tile] * tile.scale;
+  if (of_positives && in_tile >= 0 && in_tile < tile.columns) of_positives[row] = products[in_tile] * exact_scale;
 }
 
 // One block for 32 columns: a lane has a column, a warp every 32nd row of them.
@@ -77,7 +81,8 @@ __global__ void __launch_bounds__(32 * GROUPS) column_sums_kernel(ContrastiveTil
   const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + lane, column = tile.first_column + c;
   const int64_t rows = c < tile.columns ? tile.rows : 0;
   const Number* const products = static_cast<const Number*>(tile.products) + c;
-  const Number scale = static_cast<Number>(tile.scale);
+  const double exact_scale = scale_of(tile);
+  const Number scale = static_cast<Number>(exact_scale);
   const auto counts = [&](int64_t r) {
     return !left_out(tile, tile.first_row + r, column, positive_of(tile, tile.first_row + r));
   };
@@ -97,7 +102,7 @@ __global__ void __launch_bounds__(32 * GROUPS) column_sums_kernel(ContrastiveTil
   if (group || c >= tile.columns) return;
   double sum = 0;
   for (int i = 0; i < GROUPS; ++i) sum += of_groups[i][lane];
-  sums[column] = log_of_sum(sums[column], largest * tile.scale + log(sum));
+  sums[column] = log_of_sum(sums[column], largest * exact_scale + log(sum));
 }
 
 // A log-sum-exp in units of the products, and the weight of its exponentials.
@@ -134,25 +139,27 @@ __device__ inline Number stored(const Array& to, int64_t at, Number value) {
   return value;
 }
 
-// A thread has a column, and some rows of it.
+// A thread has a column, and some rows of it. Blocks lie in one row of the grid, whose other sides end at 65,535.
 template <typename Number>
 __global__ void __launch_bounds__(THREADS) weights_kernel(ContrastiveTile tile, ContrastiveWeights given) {
   SHARED(of_rows, Sums<Number>[ROWS_OF_BLOCK]);
   SHARED(positives, int64_t[ROWS_OF_BLOCK]);
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * ROWS_OF_BLOCK;
+  const unsigned across = static_cast<unsigned>((tile.columns + THREADS - 1) / THREADS);
+  const int64_t first = static_cast<int64_t>(blockIdx.x / across) * ROWS_OF_BLOCK;
+  const double exact_scale = scale_of(tile);
   const int rows = static_cast<int>(tile.rows - first < ROWS_OF_BLOCK ? tile.rows - first : ROWS_OF_BLOCK);
   if (static_cast<int>(threadIdx.x) < rows) {
     const int64_t row = tile.first_row + first + threadIdx.x;
-    of_rows[threadIdx.x].read(given.rows, given.row_weights, row, tile.scale);
+    of_rows[threadIdx.x].read(given.rows, given.row_weights, row, exact_scale);
     positives[threadIdx.x] = positive_of(tile, row);
   }
   __syncthreads();
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x, column = tile.first_column + c;
+  const int64_t c = static_cast<int64_t>(blockIdx.x % across) * THREADS + threadIdx.x, column = tile.first_column + c;
   if (c >= tile.columns) return;
   Sums<Number> of_column;
-  of_column.read(given.columns, given.column_weights, column, tile.scale);
+  of_column.read(given.columns, given.column_weights, column, exact_scale);
   const Number* const products = static_cast<const Number*>(tile.products);
-  const Number scale = static_cast<Number>(tile.scale), factor = static_cast<Number>(given.factor);
+  const Number scale = static_cast<Number>(exact_scale), factor = static_cast<Number>(given.factor);
   for (int r = 0; r < rows; ++r) {
     const int64_t row = tile.first_row + first + r, at = (first + r) * tile.columns + c;
     const Number product = products[at];
@@ -210,7 +217,7 @@ extern "C" const char* cuda_contrastive_sums(const ContrastiveTile* tile, double
 
 extern "C" const char* cuda_contrastive_weights(const ContrastiveTile* tile, const ContrastiveWeights* given,
                                                 Stream stream) {
-  const Shape shape = {dim3(blocks(tile->columns, THREADS), blocks(tile->rows, ROWS_OF_BLOCK)), dim3(THREADS)};
+  const Shape shape = {dim3(blocks(tile->columns, THREADS) * blocks(tile->rows, ROWS_OF_BLOCK)), dim3(THREADS)};
   return launch(shape, stream, tile->wide ? weights_kernel<double> : weights_kernel<float>, *tile, *given);
 }
 

@@ -42,11 +42,12 @@ static cuda::ContrastiveTile tile_with(const Tensor& products, const std::vector
   cuda::ContrastiveTile tile = tile_of(products, place);
   const int64_t rows = tile.first_row + tile.rows, columns = tile.all_columns;
   tile.scale = scale;
-  STD_TORCH_CHECK(options.size() == 4, "options must be four tensors");
+  STD_TORCH_CHECK(options.size() == 5, "options must be five tensors");
   tile.positives = optional_on_cuda<const int64_t>(options[0], ScalarType::Long, products, rows);
   tile.row_labels = optional_on_cuda<const int64_t>(options[1], ScalarType::Long, products, rows);
   tile.column_labels = optional_on_cuda<const int64_t>(options[2], ScalarType::Long, products, columns);
   tile.excluded = optional_on_cuda<const bool>(options[3], ScalarType::Bool, products, rows * columns);
+  tile.factor = optional_on_cuda<const double>(options[4], ScalarType::Double, products, 1);
   STD_TORCH_CHECK(!tile.row_labels == !tile.column_labels, "labels must be given for both sides or for none");
   return tile;
 }

@@ -128,7 +128,7 @@ class NTXentLoss(_LabelledLoss):
 
     def loss_of_rows(self, rows: Tensor, classes: Tensor) -> Tensor:
         scaled = rows / self.temperature
-        of_negatives, _, _ = similarity_logsumexp(scaled, rows, labels=(classes, classes))
+        of_negatives, _, _ = similarity_logsumexp(rows, rows, 1 / self.temperature, labels=(classes, classes))
         positive = classes[:, None] == classes[None, :]
         anchors, positives = positive.fill_diagonal_(False).nonzero(as_tuple=True)
         similarities = (scaled[anchors] * rows[positives]).sum(dim=1)

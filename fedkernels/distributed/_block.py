@@ -11,30 +11,34 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fedkernels.internal import native
+from fedkernels.internal.contrastive import stays_narrow
+from fedkernels.internal.contrastive_cuda import add_weighted, in_units, product
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
+from fedkernels.reference._precision import compute_dtype
 
 _LOGITS_AT_A_TIME = 2**20  # 4 MiB in float32
 
 
 def block_logsumexp(
-    query: Tensor, key: Tensor, positives: Tensor | None, exclude_diagonal: bool
+    query: Tensor, key: Tensor, scale: Tensor, positives: Tensor | None, exclude_diagonal: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``logsumexp_j q_i . k_j`` and ``q_i . k_p(i)`` for each query, [B] float64.
+    """``logsumexp_j scale q_i . k_j`` and ``scale q_i . k_p(i)`` for each query, [B] float64.
 
     Args:
         query: [B, d].
-        key: [M, d] in the same dtype.
+        key: [M, d].
+        scale: [], on the device.
         positives: [B] int64, p(i); None if this block holds no positives, and then the second result is None.
         exclude_diagonal: query i leaves out key i.
     """
     if native.operator("similarity_logsumexp", query, key) is not None:
         labels = _left_out(query, key) if exclude_diagonal else None
-        of_rows, _, of_positives = similarity_logsumexp(query, key, positives=positives, labels=labels)
+        of_rows, _, of_positives = similarity_logsumexp(query, key, scale, positives=positives, labels=labels)
         return of_rows, of_positives
     values, positive_values = query.new_empty(len(query), dtype=torch.float64), None
     if positives is not None:
         positive_values = torch.empty_like(values)
-    for rows, logits in _logits(query, key, exclude_diagonal):
+    for rows, logits in _logits(query, key, scale, exclude_diagonal=exclude_diagonal):
         values[rows] = logits.logsumexp(dim=1)
         if positives is not None and positive_values is not None:
             positive_values[rows] = logits.gather(1, positives[rows, None])[:, 0].double()
@@ -44,6 +48,7 @@ def block_logsumexp(
 def block_gradients(
     query: Tensor,
     key: Tensor,
+    scale: Tensor,
     logsumexp: Tensor,
     weights: Tensor,
     positives: Tensor | None,
@@ -54,7 +59,8 @@ def block_gradients(
 
     Args:
         query: [B, d].
-        key: [M, d] in the same dtype.
+        key: [M, d].
+        scale: [], on the device.
         logsumexp: [B] float64, over the keys of all blocks.
         weights: [B].
         positives: [B] int64, as for `block_logsumexp`.
@@ -65,6 +71,7 @@ def block_gradients(
         of_query, of_key = similarity_gradients(
             query,
             key,
+            scale,
             rows=logsumexp,
             row_weights=weights,
             positives=positives,
@@ -72,53 +79,58 @@ def block_gradients(
             labels=_left_out(query, key) if exclude_diagonal else None,
         )
         return of_query, of_key if key_gradient else None
-    logsumexp = logsumexp.to(query.dtype)
+    logsumexp = logsumexp.to(compute_dtype(query, key))
 
     def by_logits() -> Iterator[tuple[slice, Tensor]]:
-        for rows, logits in _logits(query, key, exclude_diagonal):
+        for rows, logits in _logits(query, key, scale, exclude_diagonal=exclude_diagonal):
             logits.sub_(logsumexp[rows, None]).exp_()
             if positives is not None:
                 logits.scatter_add_(1, positives[rows, None], logits.new_full((1, 1), -1.0).expand(len(logits), 1))
             yield rows, logits
 
-    return _in_rows(query, key, by_logits(), weights, key_gradient)
+    return _in_rows(query, key, scale, by_logits(), weights, key_gradient)
 
 
-def block_sigmoid(query: Tensor, key: Tensor, own: bool) -> Tensor:
-    """``-sum_j log sigmoid(z_ij q_i . k_j)`` for each query, [B] float64.
+def block_sigmoid(query: Tensor, key: Tensor, numbers: Tensor, own: bool) -> Tensor:
+    """``-sum_j log sigmoid(z_ij (scale q_i . k_j + bias))`` for each query, [B] float64.
 
     Args:
         query: [B, d].
-        key: [M, d] in the same dtype.
+        key: [M, d].
+        numbers: [2], scale and bias, on the device.
         own: key i is the positive of query i, so that z_ii is 1; all other z_ij are -1.
     """
     losses = query.new_empty(len(query), dtype=torch.float64)
-    for rows, logits in _signed(query, key, own):
+    for rows, logits in _signed(query, key, numbers, own):
         losses[rows] = -logsigmoid(logits).sum(dim=1, dtype=torch.float64)
     return losses
 
 
 def block_sigmoid_gradients(
-    query: Tensor, key: Tensor, weights: Tensor, own: bool, key_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """What this block adds to the gradients of ``sum_i weights_i loss_i`` in query [B, d] and key [M, d].
+    query: Tensor, key: Tensor, numbers: Tensor, weights: Tensor, own: bool, key_gradient: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What this block adds to the gradients of ``sum_i weights_i loss_i`` in query [B, d], key [M, d] and the bias.
 
     Args:
         query: [B, d].
-        key: [M, d] in the same dtype.
+        key: [M, d].
+        numbers: [2], scale and bias, on the device.
         weights: [B].
         own: as for `block_sigmoid`.
         key_gradient: False gives None for the gradient in key.
     """
 
+    of_bias = weights.new_zeros((), dtype=torch.float64)
+
     def by_logits() -> Iterator[tuple[slice, Tensor]]:
-        for rows, logits in _signed(query, key, own):
+        for rows, logits in _signed(query, key, numbers, own):
             logits.neg_().sigmoid_()  # times -z_ij, which is 1 but for positives
             if own:
                 logits.diagonal(rows.start).neg_()
+            of_bias.add_((logits.sum(dim=1, dtype=torch.float64) * weights[rows]).sum())
             yield rows, logits
 
-    return _in_rows(query, key, by_logits(), weights, key_gradient)
+    return *_in_rows(query, key, numbers[0], by_logits(), weights, key_gradient), of_bias
 
 
 def block_positives(
@@ -133,16 +145,31 @@ def block_positives(
 
 
 def _in_rows(
-    query: Tensor, key: Tensor, by_logits: Iterator[tuple[slice, Tensor]], weights: Tensor, key_gradient: bool
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor,
+    by_logits: Iterator[tuple[slice, Tensor]],
+    weights: Tensor,
+    key_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients in query and key, given those of the queries' losses in the logits."""
-    of_query, of_key = torch.zeros_like(query), torch.zeros_like(key)
+    dtype = compute_dtype(query, key)
+    of_query, of_key = torch.zeros_like(query, dtype=dtype), torch.zeros_like(key, dtype=dtype)
+    weights, unit = in_units(weights)
+    query, key = _as_multiplied(query, key)
     for rows, gradients in by_logits:
         gradients *= weights[rows, None]
-        of_query[rows].addmm_(gradients, key)
+        add_weighted(of_query[rows], gradients, key)
         if key_gradient:
-            of_key.addmm_(gradients.T, query[rows])
-    return of_query, of_key if key_gradient else None
+            add_weighted(of_key, gradients.T, query[rows])
+    unit = (unit * scale).to(dtype)
+    return of_query.mul_(unit), of_key.mul_(unit) if key_gradient else None
+
+
+def _as_multiplied(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """On CUDA rows of the same 16 bits stay what they are."""
+    dtype = compute_dtype(query, key)
+    return (query, key) if stays_narrow(query, key) else (query.to(dtype), key.to(dtype))
 
 
 def _left_out(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,9 +177,12 @@ def _left_out(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(len(query), device=query.device), torch.arange(len(key), device=key.device)
 
 
-def _logits(query: Tensor, key: Tensor, exclude_diagonal: bool) -> Iterator[tuple[slice, Tensor]]:
+def _logits(
+    query: Tensor, key: Tensor, scale: Tensor, bias: Tensor | float = 0.0, exclude_diagonal: bool = False
+) -> Iterator[tuple[slice, Tensor]]:
+    dtype, (query, key) = compute_dtype(query, key), _as_multiplied(query, key)
     for rows in _rows(len(query), len(key)):
-        logits = query[rows] @ key.T
+        logits = product(query[rows], key.T, dtype).mul_(scale).add_(bias)
         if exclude_diagonal:
             logits.diagonal(rows.start).fill_(-torch.inf)
         yield rows, logits
@@ -164,9 +194,9 @@ def _rows(queries: int, keys: int) -> Iterator[slice]:
         yield slice(start, min(start + at_a_time, queries))
 
 
-def _signed(query: Tensor, key: Tensor, own: bool) -> Iterator[tuple[slice, Tensor]]:
+def _signed(query: Tensor, key: Tensor, numbers: Tensor, own: bool) -> Iterator[tuple[slice, Tensor]]:
     """The logits times z_ij."""
-    for rows, logits in _logits(query, key, exclude_diagonal=False):
+    for rows, logits in _logits(query, key, *numbers.unbind()):
         logits.neg_()
         if own:
             logits.diagonal(rows.start).neg_()

@@ -21,6 +21,7 @@ from fedkernels.distributed._block import (
 from fedkernels.distributed._labels import gather_labels
 from fedkernels.distributed._ranks import describe, exchange, named_group
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient
+from fedkernels.internal.contrastive_cuda import add_weighted, in_units, inner_product, product
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
 _TRANSPORTS: dict[str, ModuleType] = {"gather": _gather, "ring": _ring}
@@ -50,13 +51,13 @@ def distributed_loss(
 ) -> Tensor:
     """The losses of this rank's queries over the keys j of all ranks, reduced.
 
-    ``logsumexp_j(scale q_i . k_j) - scale q_i . k_p(i)``, or ``-sum_j log sigmoid(z_ij scale q_i . k_j)`` with z_ij = 1
-    for j = p(i) and else -1.
+    ``logsumexp_j(scale q_i . k_j) - scale q_i . k_p(i)``, or ``-sum_j log sigmoid(z_ij (scale q_i . k_j + bias))`` with
+    z_ij = 1 for j = p(i) and else -1.
 
     Args:
         query: [B, d], this rank's queries.
         key: [M, d], this rank's keys, M >= B.
-        scale: scalar tensor.
+        scale: scalar tensor; for "sigmoid_loss" [2], scale and bias.
         loss: "info_nce" or "sigmoid_loss", the first or the second formula; the positive of query i is this rank's key
             i. For "nt_xent", the first formula, query and key are both [view1; view2]; the positive is the other view
             and a row leaves out itself. For "supervised_contrastive_loss" query and key are both the rows; a row leaves
@@ -96,23 +97,24 @@ def _losses(
     key_rows = [call.key_rows for call in calls]
     all_labels = gather_labels(labels, key_rows, ranks) if loss == "supervised_contrastive_loss" else None
     with no_autocast(query):
-        scaled = query.to(dtype) * scale.to(dtype)
-        logsumexp = scaled.new_full((len(query),), -torch.inf, dtype=torch.float64)
+        logsumexp = query.new_full((len(query),), -torch.inf, dtype=torch.float64)
         of_positives = torch.zeros_like(logsumexp)
         sums = torch.zeros_like(logsumexp)
 
         def merge(owner: int, keys: Tensor) -> None:
             if loss == "sigmoid_loss":
-                sums.add_(block_sigmoid(scaled, keys.to(dtype), owner == ranks.rank()))
+                sums.add_(block_sigmoid(query, keys, scale, owner == ranks.rank()))
                 return
             positives, excluded = _in_block(query, loss, owner == ranks.rank())
-            of_block, positives_of_block = block_logsumexp(scaled, keys.to(dtype), positives, excluded)
+            of_block, positives_of_block = block_logsumexp(query, keys, scale, positives, excluded)
             torch.logaddexp(logsumexp, of_block, out=logsumexp)
             if positives_of_block is not None:
                 of_positives.copy_(positives_of_block)
             if all_labels is not None:
-                for rows, mask in block_positives(labels, all_labels.of_ranks[owner], owner == ranks.rank(), dtype):
-                    of_positives[rows] += ((mask @ keys.to(dtype)) * scaled[rows]).sum(dim=1)
+                for rows, mask in block_positives(
+                    labels, all_labels.of_ranks[owner], owner == ranks.rank(), keys.dtype
+                ):
+                    of_positives[rows] += (product(mask, keys, dtype) * query[rows]).sum(dim=1) * scale
 
         _TRANSPORTS[method].visit_keys(key, key_rows, ranks, merge)
         counted = sum(call.query_rows for call in calls)
@@ -147,25 +149,30 @@ def _gradients(
     if loss == "supervised_contrastive_loss":
         all_labels = gather_labels(labels, key_rows.tolist(), ranks)
         weights = weights.masked_fill(all_labels.positives == 0, 0)
-        by_positives = (weights / all_labels.positives.clamp(min=1))[:, None]
+        by_positives, unit = in_units((weights / all_labels.positives.clamp(min=1))[:, None])
     with no_autocast(query):
-        wide, wide_scale = query.to(dtype), scale.to(dtype)
-        scaled = wide * wide_scale
-        by_scaled = torch.zeros_like(scaled)  # the gradient in `scaled`
+        of_queries, of_bias = torch.zeros_like(query, dtype=dtype), scale.new_zeros((), dtype=torch.float64)
 
         def of_block(owner: int, keys: Tensor, of_keys: bool) -> Tensor | None:
-            own, keys = owner == ranks.rank(), keys.to(dtype)
+            own = owner == ranks.rank()
             if loss == "sigmoid_loss":
-                of_query, of_key = block_sigmoid_gradients(scaled, keys, weights, own, of_keys)
+                of_query, of_key, more = block_sigmoid_gradients(query, keys, scale, weights, own, of_keys)
+                of_bias.add_(more)
             else:
                 positives, excluded = _in_block(query, loss, own)
-                of_query, of_key = block_gradients(scaled, keys, logsumexp, weights, positives, excluded, of_keys)
+                of_query, of_key = block_gradients(query, keys, scale, logsumexp, weights, positives, excluded, of_keys)
             if all_labels is not None:
                 for rows, mask in block_positives(labels, all_labels.of_ranks[owner], own, dtype):
-                    of_query[rows] -= by_positives[rows] * (mask @ keys)
+                    mask *= by_positives[rows]
+                    factor = (unit * scale).to(dtype)
+                    of_positives = torch.zeros_like(of_query[rows])
+                    add_weighted(of_positives, mask, keys)
+                    of_query[rows] -= of_positives * factor
                     if of_key is not None:
-                        of_key -= mask.T @ (by_positives[rows] * scaled[rows])
-            by_scaled.add_(of_query)
+                        of_positives = torch.zeros_like(of_key)
+                        add_weighted(of_positives, mask.T, query[rows])
+                        of_key -= of_positives * factor
+            of_queries.add_(of_query)
             return of_key
 
         if key_gradient.item():
@@ -173,7 +180,9 @@ def _gradients(
         else:
             transport.visit_keys(key, key_rows.tolist(), ranks, partial(of_block, of_keys=False))
             of_key = torch.zeros_like(key, dtype=dtype)
-        return by_scaled * wide_scale, of_key, (by_scaled * wide).sum()
+        of_scale = inner_product(of_queries, query) / scale.flatten()[0]
+        of_numbers = of_scale if scale.ndim == 0 else torch.stack([of_scale, of_bias])
+        return of_queries, of_key, of_numbers
 
 
 def _in_block(query: Tensor, loss: str, own: bool) -> tuple[Tensor | None, bool]:
@@ -213,12 +222,12 @@ def _(
 
 
 @torch.library.register_fake("fedkernels::distributed_gradients")
-def _(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _(query: Tensor, key: Tensor, numbers: Tensor, *_: Any) -> tuple[Tensor, ...]:
     dtype = compute_dtype(query, key)
     return (
         query.new_empty(query.shape, dtype=dtype),
         key.new_empty(key.shape, dtype=dtype),
-        query.new_empty((), dtype=dtype),
+        query.new_empty(numbers.shape, dtype=torch.float64),
     )
 
 

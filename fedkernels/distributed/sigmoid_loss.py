@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, Method, name_of_group
 from fedkernels.internal import checks
-from fedkernels.internal.contrastive import with_bias
+from fedkernels.internal.contrastive import scalar
 
 
 def sigmoid_loss(
@@ -60,6 +60,5 @@ def sigmoid_loss(
     logit_bias = checks.number_or_tensor("logit_bias", logit_bias, image.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
-    scaled, text = with_bias(image, text, logit_scale, logit_bias)
-    one = torch.ones((), dtype=scaled.dtype, device=scaled.device)
-    return distributed_loss(scaled, text, one, "sigmoid_loss", method, name_of_group(group), reduction)
+    numbers = torch.stack([scalar(one, image) for one in (logit_scale, logit_bias)])
+    return distributed_loss(image, text, numbers, "sigmoid_loss", method, name_of_group(group), reduction)

@@ -9,19 +9,34 @@ from fedkernels.internal import checks, contrastive_cuda, native
 from fedkernels.internal.autograd import has_tangent
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
+for _name, _schema in contrastive_cuda.SCHEMAS.items():
+    torch.library.define(f"fedkernels::{_name}", _schema)
 if "info_nce" in native.CUDA:
     for _name, _function in contrastive_cuda.OPERATORS.items():
         torch.library.impl(f"fedkernels::{_name}", "cuda", _function)
 
 
-def operator(name: str, first: Tensor, second: Tensor) -> Any:
+def operator(name: str, first: Tensor, second: Tensor, *scales: Tensor | float) -> Any:
     """The compiled operator `name`, or None if the reference is to be used."""
-    return None if has_tangent(first, second) else native.operator(name, first, second)
+    given = first, second, *(scale for scale in scales if isinstance(scale, Tensor))
+    return None if has_tangent(*given) else native.operator(name, first, second)
 
 
 def scaled_rows(rows: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """``rows * scale`` in `dtype`: what a loss of unscaled inner products takes in place of a temperature."""
     return rows.to(dtype) * scale
+
+
+def stays_narrow(first: Tensor, second: Tensor) -> bool:
+    """Are these multiplied in 16 bits? Scaled before, they would be widened."""
+    return first.is_cuda and first.dtype == second.dtype and first.dtype.itemsize == 2
+
+
+def scalar(value: Tensor | float, like: Tensor) -> Tensor:
+    """A scale or a bias as float64 [] on the device of `like`."""
+    if isinstance(value, Tensor):
+        return value.double().reshape(())
+    return like.new_full((), value, dtype=torch.float64)
 
 
 def with_negatives(query: Tensor, key: Tensor, negatives: Tensor) -> Tensor:

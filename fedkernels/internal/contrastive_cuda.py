@@ -42,6 +42,7 @@ class _Pairs(NamedTuple):
     key_labels: Tensor | None = None
     excluded: Tensor | None = None
     leave_out_self: bool = False
+    factor: Tensor | None = None  # float64 [] on the device: what the logits are multiplied with beside `scale`
 
     @property
     def sums(self) -> torch.dtype:
@@ -60,7 +61,9 @@ class _Pairs(NamedTuple):
         return [empty if one is None else one for one in tensors]
 
     def options(self) -> tuple[float, list[Tensor]]:
-        return self.scale, self.or_empty((self.positives, self.query_labels, self.key_labels, self.excluded))
+        return self.scale, self.or_empty(
+            (self.positives, self.query_labels, self.key_labels, self.excluded, self.factor)
+        )
 
 
 def _holds_all_keys(pairs: _Pairs, key_gradient: bool) -> bool:
@@ -127,6 +130,13 @@ def _pieces(parts: Sequence[Tensor], size: int) -> Iterator[tuple[int, Tensor]]:
             first += len(piece)
 
 
+def _positives(pairs: _Pairs, first: int, count: int) -> Tensor:
+    """The positives of these queries, or fewer."""
+    if pairs.positives is not None:
+        return pairs.keys[0].index_select(0, pairs.positives[first : first + count])
+    return _rows_from(pairs.keys, (first + pairs.shift) % pairs.shape[1], count)
+
+
 def _rows_from(parts: Sequence[Tensor], first: int, count: int) -> Tensor:
     """Rows that lie in one part."""
     for part in parts:
@@ -136,10 +146,18 @@ def _rows_from(parts: Sequence[Tensor], first: int, count: int) -> Tensor:
     return parts[0][:0]
 
 
+def _returns_wide(first: Tensor) -> bool:
+    """Does torch return products of these 16-bit rows in float32? It refuses under settings of the user's."""
+    if first.is_cpu or not first.is_cuda:
+        return not first.is_cpu
+    narrow_sums = first.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
+    return not narrow_sums and not (len(first) == 1 and torch.cuda.tunable.is_enabled())
+
+
 def _multiply(first: Tensor, second: Tensor, to: Tensor) -> None:
     if first.dtype == to.dtype:
         torch.mm(first, second, out=to)
-    elif not first.is_cpu:  # where torch cannot return products of 16-bit rows as wide as their sums
+    elif _returns_wide(first):
         torch.mm(first, second, out_dtype=to.dtype, out=to)
     else:
         torch.mm(first.to(to.dtype), second.to(to.dtype), out=to)
@@ -148,10 +166,36 @@ def _multiply(first: Tensor, second: Tensor, to: Tensor) -> None:
 def _add_product(to: Tensor, first: Tensor, second: Tensor, factor: float) -> None:
     if first.dtype == to.dtype:
         to.addmm_(first, second, alpha=factor)
-    elif not first.is_cpu:
+    elif _returns_wide(first):
         torch.addmm(to, first, second, out_dtype=to.dtype, alpha=factor, out=to)
     else:
         to.addmm_(first.to(to.dtype), second.to(to.dtype), alpha=factor)
+
+
+def product(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    """first @ second in `dtype`; where both have the same 16 bits they are multiplied as they are."""
+    if first.dtype != second.dtype:
+        first, second = first.to(dtype), second.to(dtype)
+    to = first.new_empty((len(first), second.shape[1]), dtype=dtype)
+    _multiply(first, second, to)
+    return to
+
+
+def add_weighted(to: Tensor, weights: Tensor, rows: Tensor) -> None:
+    """to += weights @ rows, for weights of at most about 1. Rows of 16 bits meet them in two parts of 16 bits."""
+    if rows.dtype == to.dtype or not rows.is_cuda:
+        to.addmm_(weights, rows.to(to.dtype))
+        return
+    weights = weights * _WEIGHT_SCALE
+    high = weights.to(rows.dtype)
+    for part in (high, (weights - high).to(rows.dtype)):
+        _add_product(to, part, rows, 1 / _WEIGHT_SCALE)
+
+
+def inner_product(first: Tensor, second: Tensor) -> Tensor:
+    """The sum over all entries of rows times rows, float64, without a copy of all of them."""
+    pairs = zip(first.split(_TILE_ROWS), second.split(_TILE_ROWS), strict=True)
+    return torch.stack([(one * other).sum(dtype=torch.float64) for one, other in pairs]).sum()
 
 
 def _add_sums(pairs: _Pairs, results: _Results) -> None:
@@ -180,16 +224,19 @@ def _gradients(
         _gradients(pairs, given, of_query, None, unit, fresh)
         _gradients(pairs, given, None, of_key, unit)
         return
+    if pairs.factor is not None:
+        unit = pairs.factor if unit is None else unit * pairs.factor
     if fresh is not None and not _holds_all_keys(pairs, of_key is not None):
         _add_sums(pairs, fresh)
         fresh = None
     tiles, options = _Tiles(pairs, key_gradient=of_key is not None, weights=True), pairs.options()
     queries, keys = pairs.shape
     narrow = pairs.dtype != pairs.sums
+    made_good = narrow and (pairs.shift >= 0 or pairs.positives is not None)
     scale = _WEIGHT_SCALE if narrow else 1.0
     factor = pairs.scale / scale
     of_weights = pairs.or_empty(given)
-    rest = pairs.queries[0].new_zeros(queries if narrow else 0, dtype=pairs.sums)
+    rest = pairs.queries[0].new_zeros(queries if made_good else 0, dtype=pairs.sums)
 
     def add(
         first: int, query: Tensor, first_key: int, key: Tensor, to_query: Tensor | None, to_key: Tensor | None
@@ -206,12 +253,23 @@ def _gradients(
             _add_product(to_key, weights.T, query.to(pairs.dtype), factor)
 
     def finish(sums: Tensor, positives: Tensor, of_positives: Tensor, to: Tensor) -> None:
-        if narrow:
-            sums[: len(positives)].addcmul_(positives, of_positives[:, None], value=factor)
+        if made_good:
+            sums[: len(positives)].addcmul_(positives, of_positives[: len(positives), None], value=factor)
         if unit is not None:
             torch.mul(sums, unit.to(sums.dtype), out=to)
         elif to is not sums:
             to.copy_(sums)
+
+    def finish_by_index(to: Tensor) -> None:
+        """What `finish` adds to the keys' gradient, where the positives are not one behind the other."""
+        if not made_good or pairs.positives is None:
+            return
+        for first, query in _pieces(pairs.queries, tiles.rows):
+            last = first + len(query)
+            parts = query * (rest[first:last, None] * factor)
+            if unit is not None:
+                parts *= unit.to(parts.dtype)
+            to.index_put_((pairs.positives[first:last],), parts, accumulate=True)  # sorts, and so keeps to one order
 
     most = tiles.columns if of_query is None else tiles.rows
     memory = pairs.queries[0].new_empty((most, pairs.queries[0].shape[1]), dtype=pairs.sums)
@@ -220,8 +278,9 @@ def _gradients(
             sums = memory[: len(key)].zero_()
             for first, query in _pieces(pairs.queries, tiles.rows):
                 add(first, query, first_key, key, None, sums)
-            positives = _rows_from(pairs.queries, first_key, len(key))
+            positives = _rows_from(pairs.queries, first_key, len(key) if pairs.positives is None else 0)
             finish(sums, positives, rest[first_key : first_key + len(key)], of_key[first_key : first_key + len(key)])
+        finish_by_index(of_key)
         return
     if of_key is not None:
         of_key.zero_()
@@ -230,11 +289,12 @@ def _gradients(
         for first_key, key in _pieces(pairs.keys, tiles.columns):
             to_key = None if of_key is None else of_key[first_key : first_key + len(key)]
             add(first, query, first_key, key, sums, to_key)
-        positives = _rows_from(pairs.keys, (first + pairs.shift) % keys, len(query))
         if of_query is not None:
+            positives = _positives(pairs, first, len(query) if made_good else 0)
             finish(sums, positives, rest[first : first + len(query)], of_query[first : first + len(query)])
     if of_key is not None:
-        finish(of_key, _rows_from(pairs.queries, 0, keys), rest, of_key)
+        finish(of_key, _rows_from(pairs.queries, 0, keys if pairs.positives is None else 0), rest, of_key)
+        finish_by_index(of_key)
 
 
 def _multiplied(*rows: Tensor) -> torch.dtype:
@@ -243,7 +303,7 @@ def _multiplied(*rows: Tensor) -> torch.dtype:
     return rows[0].dtype if same else compute_dtype(*rows)
 
 
-def _in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
+def in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of at most 1, so that float16 holds what they are multiplied with, and their unit."""
     unit = weights.abs().nan_to_num(0.0, 0.0, 0.0).amax()
     unit = torch.where(unit > 0, unit, 1.0)
@@ -316,7 +376,7 @@ def info_nce_gradients(
     key_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     pairs = _Pairs([query], [key], _multiplied(query, key), 1 / temperature, shift=0)
-    results, (weights, unit) = _no_results(pairs), _in_units(weights)
+    results, (weights, unit) = _no_results(pairs), in_units(weights)
     of_query = query.new_empty(query.shape if query_gradient else 0)
     of_key = key.new_empty(key.shape if key_gradient else 0)
     given = _Given(rows=results.rows, row_weights=weights, positive_weights=-weights)
@@ -350,7 +410,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str, gr
 
 def nt_xent_gradients(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor) -> Tensor:
     pairs = _views(view1, view2, temperature)
-    results, (weights, unit) = _no_results(pairs), _in_units(weights)
+    results, (weights, unit) = _no_results(pairs), in_units(weights)
     of_rows = view1.new_empty((len(weights), view1.shape[1]), dtype=compute_dtype(view1, view2))
     both = -weights - weights.roll(len(view1))
     with no_autocast(view1):
@@ -359,10 +419,10 @@ def nt_xent_gradients(view1: Tensor, view2: Tensor, temperature: float, weights:
     return of_rows
 
 
-def _similarities(query: Tensor, key: Tensor, *options: Tensor) -> _Pairs:
+def _similarities(query: Tensor, key: Tensor, scale: Tensor | None, *options: Tensor) -> _Pairs:
     names = "positives", "query_labels", "key_labels", "excluded"
     given: dict[str, Any] = {name: one for name, one in zip(names, options, strict=True) if one.numel()}
-    return _Pairs([query], [key], compute_dtype(query, key), **given)
+    return _Pairs([query], [key], _multiplied(query, key), factor=scale, **given)
 
 
 def similarity_logsumexp(
@@ -373,8 +433,9 @@ def similarity_logsumexp(
     key_labels: Tensor,
     excluded: Tensor,
     columns: bool,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pairs = _similarities(query, key, positives, query_labels, key_labels, excluded)
+    pairs = _similarities(query, key, scale, positives, query_labels, key_labels, excluded)
     results = _no_results(pairs, columns)
     with no_autocast(query):
         _add_sums(pairs, results)
@@ -395,37 +456,86 @@ def similarity_logsumexp_gradients(
     positive_weights: Tensor,
     query_gradient: bool,
     key_gradient: bool,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    pairs = _similarities(query, key, positives, query_labels, key_labels, excluded)
-    of_query = query.new_empty(query.shape if query_gradient else 0, dtype=pairs.dtype)
-    of_key = key.new_empty(key.shape if key_gradient else 0, dtype=pairs.dtype)
-    given = _Given(rows, columns, row_weights, column_weights, positive_weights)
+    pairs = _similarities(query, key, scale, positives, query_labels, key_labels, excluded)
+    of_query = query.new_empty(query.shape if query_gradient else 0, dtype=pairs.sums)
+    of_key = key.new_empty(key.shape if key_gradient else 0, dtype=pairs.sums)
+    weights, unit = (row_weights, column_weights, positive_weights), None
+    if pairs.dtype != pairs.sums:
+        joined, unit = in_units(torch.cat(weights))
+        weights = joined.split([len(one) for one in weights])
+    given = _Given(rows, columns, *weights)
     if query_gradient or key_gradient:
         with no_autocast(query):
-            _gradients(pairs, given, of_query if query_gradient else None, of_key if key_gradient else None)
+            _gradients(pairs, given, of_query if query_gradient else None, of_key if key_gradient else None, unit)
     return of_query, of_key
 
 
-def sigmoid_loss(query: Tensor, key: Tensor, query_gradient: bool, key_gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
-    pairs = _Pairs([query], [key], compute_dtype(query, key), shift=0)
+def sigmoid_loss(
+    query: Tensor,
+    key: Tensor,
+    query_gradient: bool,
+    key_gradient: bool,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """With a scale and a bias the gradients in these follow the others."""
+    pairs = _Pairs([query], [key], _multiplied(query, key), shift=0)
     losses = query.new_zeros(len(query), dtype=torch.float64)
-    of_query = query.new_zeros(query.shape if query_gradient else 0, dtype=pairs.dtype)
-    of_key = key.new_zeros(key.shape if key_gradient else 0, dtype=pairs.dtype)
+    of_query = query.new_zeros(query.shape if query_gradient else 0, dtype=pairs.sums)
+    of_key = key.new_zeros(key.shape if key_gradient else 0, dtype=pairs.sums)
+    of_bias = query.new_zeros((), dtype=torch.float64)
+    rest = query.new_zeros((len(query), 1), dtype=pairs.sums)
     tiles = _Tiles(pairs, key_gradient, weights=True)
+    wanted, narrow = query_gradient or key_gradient, pairs.dtype != pairs.sums
+    unit = _WEIGHT_SCALE if narrow else 1.0
     with no_autocast(query):
         for first, some in _pieces(pairs.queries, tiles.rows):
             for first_key, others in _pieces(pairs.keys, tiles.columns):
                 products = tiles.products(some, others)
-                wanted = query_gradient or key_gradient
+                if scale is not None and bias is not None:
+                    products.mul_(scale).add_(bias)
                 _ops.contrastive_sigmoid(products, pairs.place(first, first_key), losses, wanted)
+                if not wanted:
+                    continue
+                if bias is not None:
+                    of_bias += products.sum(dtype=torch.float64)
+                weights = tiles.weights(products)
+                if narrow:
+                    weights.copy_(products.mul_(unit))
+                    begin = max(first, first_key)
+                    own = products.diagonal(first - first_key)
+                    if len(own):
+                        rest[begin : begin + len(own), 0] = own - weights.diagonal(first - first_key)
                 if query_gradient:
-                    _add_product(of_query[first : first + len(some)], products, others.to(pairs.dtype), 1.0)
+                    to_query = of_query[first : first + len(some)]
+                    _add_product(to_query, weights, others.to(pairs.dtype), 1 / unit)
                 if key_gradient:
                     to_key = of_key[first_key : first_key + len(others)]
-                    _add_product(to_key, products.T, some.to(pairs.dtype), 1.0)
-    return losses.sum(), of_query, of_key
+                    _add_product(to_key, weights.T, some.to(pairs.dtype), 1 / unit)
+        for to, others in ((of_query, key), (of_key, query)):
+            if len(to) and narrow:
+                to.addcmul_(rest, others, value=1 / unit)
+            if len(to) and scale is not None:
+                to *= scale
+        if scale is None or bias is None:
+            return losses.sum(), of_query, of_key
+        of_scale = inner_product(of_query, query) / scale if query_gradient else torch.zeros_like(of_bias)
+    return losses.sum(), of_query, of_key, of_scale, of_bias
 
 
+# Those with a scale, which have no schema for the CPU: there the rows are scaled before.
+_OPTIONS = "Tensor positives, Tensor query_labels, Tensor key_labels, Tensor excluded"
+SCHEMAS = {
+    "scaled_similarity_logsumexp": f"(Tensor query, Tensor key, {_OPTIONS}, bool columns, Tensor scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    "scaled_similarity_logsumexp_gradients": f"(Tensor query, Tensor key, {_OPTIONS}, Tensor rows, Tensor columns,"
+    " Tensor row_weights, Tensor column_weights, Tensor positive_weights, bool query_gradient, bool key_gradient,"
+    " Tensor scale) -> (Tensor, Tensor)",
+    "scaled_sigmoid_loss": "(Tensor query, Tensor key, bool query_gradient, bool key_gradient, Tensor scale,"
+    " Tensor bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+}
 OPERATORS = {
     one.__name__: one
     for one in (
@@ -433,3 +543,4 @@ OPERATORS = {
         *(similarity_logsumexp, similarity_logsumexp_gradients, sigmoid_loss),
     )
 }
+OPERATORS |= {name: OPERATORS[name.removeprefix("scaled_")] for name in SCHEMAS}

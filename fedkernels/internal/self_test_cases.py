@@ -200,12 +200,14 @@ def _similarity_logsumexp(products: float) -> Iterator[Case]:
     inputs = [*_contrastive_inputs(37, 300, 43), numbers[:37] * 3 % 50, numbers[:37] % 11, numbers % 9, excluded]
 
     def of_reference(query: Tensor, key: Tensor, positives: Tensor, *left_out: Tensor) -> Tensor:
-        return torch.cat(similarity_logsumexp(query, key, positives, left_out[:2], left_out[2]))  # type: ignore[arg-type]
+        return torch.cat(similarity_logsumexp(0.7 * query, key, positives, left_out[:2], left_out[2]))  # type: ignore[arg-type]
 
     yield from _contrastive_case(
         "37 x 300 x 43, all options",
         inputs,
-        lambda *tensors: torch.cat(_ops.similarity_logsumexp(*tensors, True)),
+        lambda query, *others: torch.cat(
+            _ops.scaled_similarity_logsumexp(query, *others, True, query.new_full((), 0.7, dtype=_FP64))
+        ),
         of_reference,
         products,
     )
@@ -215,8 +217,10 @@ def _sigmoid_loss(products: float) -> Iterator[Case]:
     yield from _contrastive_case(
         "300 x 300 x 43",
         _contrastive_inputs(300, 300, 43),
-        lambda query, key: _ops.sigmoid_loss(query, key, True, True)[0],
-        lambda query, key: sigmoid_loss(query, key, 1.0, 0.0, "sum"),
+        lambda query, key: _ops.scaled_sigmoid_loss(
+            query, key, True, True, *query.new_tensor([0.7, -1.0], dtype=_FP64).unbind()
+        )[0],
+        lambda query, key: sigmoid_loss(query, key, 0.7, -1.0, "sum"),
         products,
     )
 

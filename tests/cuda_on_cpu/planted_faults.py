@@ -48,8 +48,8 @@ contrastive_tiles.cu: weights_kernel, float16 (info_nce)
 -const uint16_t bits = float_to_half(static_cast<float>(value));
 +const uint16_t bits = float_to_half(static_cast<float>(value)) & (FAULT ? 0xff00 : 0xffff);
 contrastive_tiles.cu: weights_kernel, float32 (similarity_logsumexp)
--given.column_weights, column, tile.scale);
-+given.column_weights, column + (FAULT && sizeof(Number) == 4 && column > 0 ? -1 : 0), tile.scale);
+-given.column_weights, column, exact_scale);
++given.column_weights, column + (FAULT && sizeof(Number) == 4 && column > 0 ? -1 : 0), exact_scale);
 contrastive_tiles.cu: weights_kernel, float64 (info_nce)
 -static_cast<Number>(weights[index]) : 0;
 +static_cast<Number>(weights[index] * (1 + (FAULT && sizeof(Number) == 8) * 1e-6)) : 0;

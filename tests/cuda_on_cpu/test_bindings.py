@@ -75,7 +75,7 @@ def of_losses(kernels: set[str], *names: str) -> dict[str, tuple[set[str], Case]
 
 
 X, Y, VIEW, TEMPERATURE = randn(40, 9), randn(40, 50, seed=1), MORE[:37], torch.tensor(0.3)
-SIMILARITIES = {"similarity_logsumexp", "similarity_logsumexp_gradients"}
+SIMILARITIES = {"scaled_similarity_logsumexp", "scaled_similarity_logsumexp_gradients"}
 # What has no CUDA kernels of its own: the kernels of others that it calls, or none where its reference serves.
 WITHOUT_OWN_KERNELS = {
     "info_nce, a tensor of temperature": ({"info_nce"}, exact(info_nce, ROWS, MORE, TEMPERATURE)),
@@ -85,9 +85,8 @@ WITHOUT_OWN_KERNELS = {
     ),
     "nt_xent, a tensor of temperature": ({"nt_xent"}, exact(nt_xent, ROWS, VIEW, TEMPERATURE)),
     **of_losses(SIMILARITIES, "info_nce, positives", "info_nce, labels", "info_nce, excluded", "clip_loss"),
-    **of_losses(SIMILARITIES, "supervised, odd"),
-    **of_losses({"nt_xent", "nt_xent_gradients"}, "supervised, even"),
-    **of_losses({"sigmoid_loss"}, "sigmoid_loss"),
+    **of_losses(SIMILARITIES, "supervised, odd", "supervised, even"),
+    **of_losses({"scaled_sigmoid_loss"}, "sigmoid_loss"),
     "linear_cka_to_kernel, a gradient in the kernel": (set(), exact(linear_cka_to_kernel, X, Y @ Y.T)),
     "linear_cka_pairwise, gradients": (set(), exact(lambda x, y: linear_cka_pairwise([x, y], [y]), X, Y)),
     "linear_cka, broadcast": (set(), exact(lambda x: linear_cka(x, x[:1, ..., :3].detach()), randn(2, 3, 20, 9))),

@@ -4,6 +4,7 @@ Torch's products are those of the CPU here, of rows that are widened first. The 
 """
 
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fedkernels.distributed
 from fedkernels import clip_loss, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
 from fedkernels.internal import contrastive_cuda
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
@@ -40,13 +42,14 @@ def errors(found, truth):
     return [float((one.double() - true).abs().max() / true.abs().max()) for one, true in zip(found, truth, strict=True)]
 
 
-def check(bindings, call, tensors, dtype):
+def check(bindings, call, tensors, dtype, parts=1):
+    """`parts`: as many gradients in 16 bits are added, for the rows are queries and keys."""
     inputs = [tensor.to(dtype) for tensor in tensors]
     value, *gradients = errors(bindings.results(call, *inputs), call(*(tensor.double() for tensor in inputs)))
     exact = {FP64: 1e-13, FP32: 2e-6}.get(dtype, 1e-6)
     assert value <= exact
     # Half of the last place of weights and of a gradient that leaves in 16 bits.
-    assert max(gradients) <= {BF16: 4e-3, FP16: 5e-4}.get(dtype, 10 * exact)
+    assert max(gradients) <= parts * {BF16: 4e-3, FP16: 5e-4}.get(dtype, 10 * exact)
 
 
 def by_similarities(query, key):
@@ -63,7 +66,7 @@ def of(call, *tensors):
     return with_gradients(call), tensors
 
 
-# By name the call and its inputs, in float64. These multiply rows of 16 bits as they are.
+# By name the call and its inputs, in float64. These know their temperature on the host.
 LOSSES = {
     "info_nce": of(lambda q, k: info_nce(q, k, 0.3), FEW, MANY),
     "info_nce, sum": of(lambda q, k: info_nce(q, k, 0.3, "sum", positives=5), FEW, MANY),
@@ -77,11 +80,14 @@ LOSSES = {
     "nt_xent": of(lambda p, q: nt_xent(p, q, 0.3), FEW, VIEW),
     "nt_xent, none": of(lambda p, q: weighted(nt_xent(p, q, 0.3, "none")), FEW, VIEW),
 }
-# These form their logits in float32 at least.
+NUMBER = torch.tensor(0.3, dtype=FP64)
+# These read it on the device.
 WIDE_LOSSES = {
-    "info_nce, temperature": of(
-        lambda q, k, t: info_nce(q, k, t, recompute=True), FEW, MANY, torch.tensor(0.3, dtype=FP64)
-    ),
+    "info_nce, temperature": of(lambda q, k, t: info_nce(q, k, t, recompute=True), FEW, MANY, NUMBER),
+    "nt_xent, temperature": of(nt_xent, FEW, VIEW, NUMBER),
+    "clip_loss, scale": of(lambda p, q, t: clip_loss(p, q, t, "sum"), FEW, VIEW, NUMBER),
+    "sigmoid_loss, numbers": of(lambda p, q, t: sigmoid_loss(p, q, t, -t), FEW, VIEW, NUMBER),
+    "supervised, temperature": of(lambda z, t: supervised_contrastive_loss(z, NUMBERS[:37] % 5, t), FEW, NUMBER),
     "info_nce, positives": of(lambda q, k: info_nce(q, k, 0.3, positives=NUMBERS[200:237]), FEW, MANY),
     "info_nce, labels": of(lambda q, k: info_nce(q, k, 0.3, labels=(NUMBERS[:37] % 9, NUMBERS % 9)), FEW, MANY),
     "info_nce, excluded": of(lambda q, k: weighted(info_nce(q, k, 0.3, "none", excluded=MASK)), FEW, MANY),
@@ -100,16 +106,15 @@ TILES = "tiles of all keys", "tiles"
 @pytest.mark.parametrize(
     ("name", "tiles", "dtype"),
     [
-        *((name, "one tile", dtype) for name in LOSSES for dtype in (BF16, FP16, FP32, FP64)),
-        *((name, "one tile", dtype) for name in WIDE_LOSSES for dtype in (BF16, FP32, FP64)),
-        *((name, kind, dtype) for name in LOSSES for kind in TILES for dtype in (BF16, FP32)),
-        *((name, kind, FP32) for name in WIDE_LOSSES for kind in TILES),
+        *((name, "one tile", dtype) for name in LOSSES | WIDE_LOSSES for dtype in (BF16, FP16, FP32, FP64)),
+        *((name, kind, dtype) for name in LOSSES | WIDE_LOSSES for kind in TILES for dtype in (BF16, FP32)),
     ],
     indirect=["tiles"],
     ids=str,
 )
 def test_losses(bindings, name, tiles, dtype):
-    check(bindings, *(LOSSES | WIDE_LOSSES)[name], dtype)
+    of_both_sides = name.startswith("supervised") or name == "nt_xent, temperature"
+    check(bindings, *(LOSSES | WIDE_LOSSES)[name], dtype, parts=1 + of_both_sides)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -173,6 +178,86 @@ def test_in_one_kernel(bindings, width, dtype):
     check(bindings, call, [query.double()], dtype)
 
 
+class Products(TorchDispatchMode):
+    """What is multiplied outside of the operators: dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__.rstrip("_") in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot"):
+            self.seen |= {one.dtype for one in [one for one in args if isinstance(one, Tensor)][-2:]}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """What is multiplied in the operators too."""
+    products = Products()
+    for product, first in (("_multiply", 0), ("_add_product", 1)):
+        original = getattr(contrastive_cuda, product)
+
+        def noting(*arguments, original=original, first=first):
+            products.seen |= {one.dtype for one in arguments[first : first + 2]}
+            original(*arguments)
+
+        monkeypatch.setattr(contrastive_cuda, product, noting)
+    return products
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", LOSSES | WIDE_LOSSES)
+def test_rows_of_16_bits_are_multiplied_as_they_are(bindings, products, name, dtype):
+    """In all losses, wherever their scales come from: a product in float32 takes many times as long."""
+    call, tensors = (LOSSES | WIDE_LOSSES)[name]
+    with bindings.on_cuda(), products:
+        call(*(tensor.to(dtype) for tensor in tensors))
+    assert products.seen <= {dtype}
+
+
+def test_so_they_are_in_the_losses_of_ranks(bindings, products, tmp_path):
+    """Of one rank, against the losses without ranks."""
+    losses = {
+        "info_nce": (FEW, MANY, NUMBER),
+        "clip_loss": (FEW, VIEW, NUMBER),
+        "nt_xent": (FEW, VIEW, NUMBER),
+        "sigmoid_loss": (FEW, VIEW, NUMBER, -NUMBER),
+        "supervised_contrastive_loss": (FEW,),
+    }
+    labels = {"supervised_contrastive_loss": {"labels": NUMBERS[:37] % 5, "temperature": 0.3}}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for name, tensors in losses.items():
+            ours, plain = (
+                with_gradients(partial(getattr(module, name), **labels.get(name, {})))
+                for module in (fedkernels.distributed, fedkernels)
+            )
+            inputs = [tensor.to(BF16) for tensor in tensors]
+            with bindings.on_cuda() as called, products:
+                found = ours(*inputs)
+            assert called or name == "sigmoid_loss"
+            value, *gradients = errors(found, plain(*(tensor.double() for tensor in inputs)))
+            assert value <= 1e-6
+            assert max(gradients) <= 8e-3
+    finally:
+        torch.distributed.destroy_process_group()
+    assert products.seen == {BF16}
+
+
+@pytest.mark.parametrize("setting", ["allow_fp16_accumulation", "TunableOp, one row"])
+def test_rows_are_widened_where_torch_returns_no_wide_products(monkeypatch, setting):
+    rows, wide = torch.empty(1, 8, dtype=FP16, device="meta"), torch.empty(1, 1, device="meta")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    sums_in_16_bits = setting == "allow_fp16_accumulation"
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=sums_in_16_bits))
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: not sums_in_16_bits)
+    with Products() as products:
+        contrastive_cuda._multiply(rows, rows.T, wide)
+        contrastive_cuda._add_product(wide, rows, rows.T, 2.0)
+    assert products.seen == {FP32}
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes that were alive at once, beside those of the inputs."""
 
@@ -204,7 +289,7 @@ def test_less_than_64_MB_beside_the_results(monkeypatch, name, dtypes):
         pytest.skip("torch 2.11 has no addmm with an out_dtype on the meta device")
     rows, width = 32_768 // (2 if name.startswith("nt_xent") else 1), 1024
     first, second = (torch.empty(rows, width, dtype=dtype, device="meta") for dtype in dtypes)
-    empty, vector = first.new_empty(0), first.new_empty(2 * rows, dtype=FP64)
+    empty, vector, number = (first.new_empty(size, dtype=FP64) for size in (0, 2 * rows, ()))
     of_rows, missing = vector[:rows], (empty,) * 4
     arguments = {
         "info_nce": (0.3, "mean", True, True),
@@ -214,7 +299,9 @@ def test_less_than_64_MB_beside_the_results(monkeypatch, name, dtypes):
         "similarity_logsumexp": (*missing, True),
         "similarity_logsumexp_gradients": (*missing, of_rows, of_rows, of_rows, of_rows, empty, True, True),
         "sigmoid_loss": (True, True),
-    }[name]
+    }[name.removeprefix("scaled_")]
+    if name.startswith("scaled_"):
+        arguments += (number, number) if "sigmoid" in name else (number,)
     with LiveBytes([first, second, vector]) as live:
         results = contrastive_cuda.OPERATORS[name](first, second, *arguments)
     results = results if isinstance(results, tuple) else (results,)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fedkernels
-from fedkernels.internal import native
+from fedkernels.internal import contrastive_cuda, native
 from fedkernels.reference.similarity_logsumexp import similarity_logsumexp as reference
 from tests.fedkernels.inputs import images, mask_of, problem, randn
 
@@ -69,14 +69,14 @@ OF_REFERENCES = {  # which torch.compile calls, for their loops end depending on
     "unbalanced_ot_reference": SMALL["unbalanced_ot"],
 }
 OF_RANKS = {"distributed_losses", "distributed_gradients"}  # distributed/test_operator.py
-OF_CUDA = {*native.PARTS, *native.CONTRASTIVE_PARTS}  # below autograd: tests/cuda_on_cpu
+OF_CUDA = {*native.PARTS, *native.CONTRASTIVE_PARTS, *contrastive_cuda.SCHEMAS}  # tests/cuda_on_cpu
 
 
 def test_every_registered_operator_is_tried_here():
     registered = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "fedkernels::" in name}
     names = {name.partition(".")[0] for name in registered}
     assert names - OF_RANKS == {*SMALL, *OF_REFERENCES, *OF_CUDA}
-    assert set(native.SCHEMAS) == {*SMALL, *OF_CUDA}
+    assert {*native.SCHEMAS, *contrastive_cuda.SCHEMAS} == {*SMALL, *OF_CUDA}
 
 
 @pytest.mark.parametrize("name", [*SMALL, *OF_REFERENCES])

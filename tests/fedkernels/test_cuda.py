@@ -341,4 +341,4 @@ def test_logits_are_never_held(dtype, keys_learn, reduction):
         before = torch.cuda.memory_allocated()
         fk.info_nce(query, key, 0.2, reduction).sum().backward()
         extra = torch.cuda.max_memory_allocated() - before
-    assert extra < 2 * rows * rows / 4
+    assert extra < 64e6  # as csrc/cuda/README.md counts it; the logits have 134 MB in 16 bits

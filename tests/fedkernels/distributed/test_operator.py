@@ -46,7 +46,8 @@ def test_gradcheck(loss, method, reduction):
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "sigmoid_loss", "supervised_contrastive_loss"])
 def test_opcheck(loss):
     query, key = inputs((4, 3), (4, 3))
-    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    numbers = [2.0, -1.0] if loss == "sigmoid_loss" else 2.0  # scale and bias
+    scale = torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
     name = str(dist.group.WORLD.group_name)
     torch.library.opcheck(
         torch.ops.fedkernels.distributed_losses.default,
