@@ -219,8 +219,8 @@ def evaluate_model(
     test = extract_features(encoder, dataset.test_images)
     train, test_on_device = measured_on(model.device, train, test)
     labelled = (train, dataset.train_labels, test_on_device, dataset.test_labels)
-    several = all(len(labels.unique()) > 1 for labels in (dataset.train_labels, dataset.test_labels))
-    metrics: dict[str, float] = {}
+    several = _several_classes(dataset)
+    metrics = {}
     if several:  # or else an accuracy says nothing
         metrics["knn"] = knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)
     measured = MeasuredImages(test, dataset.test_labels)
@@ -248,13 +248,17 @@ def evaluate_model(
     return metrics, singular_values(test)
 
 
+def _several_classes(dataset: Dataset) -> bool:
+    return all(len(labels.unique()) > 1 for labels in (dataset.train_labels, dataset.test_labels))
+
+
 def pixel_accuracies(dataset: Dataset, options: EvaluationOptions, seed: int) -> dict[str, float]:
     """Return the kNN and linear accuracy of raw pixels, to which an encoder is compared; empty without labels.
 
     The pixels are those of images of at most 32 pixels a side, and all else is as in `evaluate_model`.
     """
     dataset = measured_sample(dataset, options.images, seed)
-    if not dataset.labelled:
+    if not (dataset.labelled and _several_classes(dataset)):
         return {}
     images = (dataset.train_images, dataset.test_images)
     train, test = (extract_outputs(nn.Flatten(), each, lambda batch: _small(normalize(batch))) for each in images)
