@@ -115,7 +115,6 @@ def test_public_images_are_shrunk_with_a_filter_after_their_centre_is_cut(tmp_pa
 @pytest.mark.parametrize(
     ("arrays", "says"),
     [
-        ({"x": random_pixels(4, 8, 8, 3)}, r"in colour but the training images are gray; convert"),
         ({"x": np.full((4, 8, 8), np.nan)}, r"x in .* 256 pixels that are NaN"),
         ({"a": random_pixels(4, 8, 8), "b": np.arange(4)}, r"arrays a, b; expected one of x, x_train"),
         ({}, r"arrays \(none\); expected"),
