@@ -196,7 +196,7 @@ def _rows(queries: int, keys: int) -> Iterator[slice]:
 
 def _signed(query: Tensor, key: Tensor, numbers: Tensor, own: bool) -> Iterator[tuple[slice, Tensor]]:
     """The logits times z_ij."""
-    for rows, logits in _logits(query, key, *numbers.unbind()):
+    for rows, logits in _logits(query, key, numbers[0], numbers[1]):
         logits.neg_()
         if own:
             logits.diagonal(rows.start).neg_()

@@ -61,7 +61,7 @@ def test_all_measures_share_the_features_of_one_pass(labels, monkeypatch):
         dataset = dataclasses.replace(dataset, class_names=(), **targets)
     passes = []
 
-    def counted(encoder, images):
+    def counted(encoder, images, *prepare):
         passes.append(len(images))
         return extract_features(encoder, images)
 
