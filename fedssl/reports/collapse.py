@@ -1,12 +1,11 @@
 """Collapse analysis of a run: how the representations of its global and local models fill their space.
 
 `collapse_of_run` analyses a run's last round and stores the result in the run's folder; `collapse_section` puts the
-analyses of several methods on a page. The charts are those of FedU2's Figures 3 to 5.
+analyses of several methods on a page. The charts are those of FedU2's Figures 3 and 4.
 
 RUN/collapse.json                      the analysis; it is written last, so the figures are complete if it exists
 RUN/figures/log_singular_values.png    the spectrum of the representations' covariance
 RUN/figures/sphere.png                 the representations on the unit sphere
-RUN/figures/tsne.png                   a t-SNE of the global and of a local model, if there is a global model
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +24,6 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -37,7 +35,7 @@ from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
 from ..evaluation.features import extract_features, require_measured_images
 from ..evaluation.metrics import LARGEST_FIGURE, alignment, effective_rank, uniformity
-from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne
+from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points
 from ..federation import Federation, federation_of_run, require_same_data
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
@@ -52,8 +50,7 @@ GLOBAL = "global"
 FORMAT = 1
 _FILE = "collapse.json"
 _LARGEST_DIMENSION = 2**16  # of a stored analysis
-#: test images that are represented at most, and those in the t-SNE: enough for a picture
-_TEST_IMAGES, _TSNE_IMAGES = 1000, 300
+_TEST_IMAGES = 1000  # that are represented at most: enough for a picture
 _LOCAL_MODELS = 5
 _PANEL = 3.3  # inches
 _SINGULAR_VALUES_CAPTION = (
@@ -64,10 +61,6 @@ _SPHERE_CAPTION = (
     "Representations projected onto their three main directions and onto the sphere again, coloured by class; points "
     "on the far side are pale. The more of the sphere is blank, the worse the collapse. An encoder that ends in a ReLU "
     "has no negative outputs, so even without collapse its points keep to one side."
-)
-_TSNE_CAPTION = (
-    "t-SNE of the same test images as the global model (circles) and one local model (crosses) represent them. Where "
-    "both mix, the models share one representation space; distances between groups mean nothing."
 )
 
 
@@ -89,8 +82,7 @@ class Collapse:
     """A run's collapse analysis.
 
     `models` has the geometries by `global` (if the method has a global model) and by client number. A local model is a
-    client's own after its training in its last round, before the server aggregates. `tsne` has the first test images'
-    points in the plane, [images, 2] each, by `global` and the first client; it is empty without a global model.
+    client's own after its training in its last round, before the server aggregates.
     """
 
     format: int  # `FORMAT` of the version that made the analysis
@@ -98,7 +90,6 @@ class Collapse:
     class_names: list[str]  # without labels one name for all images
     labels: list[int]  # the class of each represented test image (training image, if there is no test set)
     models: dict[str, Geometry]
-    tsne: dict[str, list[list[float]]] = field(default_factory=dict)
 
     @property
     def local(self) -> list[Geometry]:
@@ -144,19 +135,16 @@ def _read(path: Path) -> Collapse | None:
 def _can_be_drawn(analysis: Collapse) -> bool:
     """Check that all lists have the lengths that the charts need, and that all figures are finite."""
     images, classes = len(analysis.labels), len(analysis.class_names)
-    models, tsne = analysis.models.values(), list(analysis.tsne.values())
-    figures = [value for points in tsne for value in chain(*points)]
+    models, figures = analysis.models.values(), list[float]()
     for one in models:
         figures += [*chain(*one.sphere), *one.log_singular_values, one.alignment, one.uniformity, one.effective_rank]
     return (
         images > 0
         and len(models) > 0
-        and len(tsne) in (0, 2)
         and all(0 <= label < classes for label in analysis.labels)
         and all(re.fullmatch(r"global|[0-9]{1,9}", who) for who in analysis.models)
         and all(0 < one.dimension <= _LARGEST_DIMENSION and one.log_singular_values for one in models)
         and all(len(one.sphere) == images and all(len(point) == 3 for point in one.sphere) for one in models)
-        and all(len(points) == len(tsne[0]) <= images and all(len(p) == 2 for p in points) for points in tsne)
         and all(abs(value) < LARGEST_FIGURE for value in figures)
         and all(math.isfinite(one.coverage) for one in models)
     )
@@ -166,10 +154,8 @@ def _write(analysis: Collapse, path: Path) -> None:
     folder = path / "figures"
     make_folder(folder, within_run=True)
     by_method = {path.name: analysis}
-    singular_values, spheres, tsne = draw_log_singular_values(by_method), draw_spheres(by_method), draw_tsne(by_method)
-    for name, figure in (("log_singular_values", singular_values), ("sphere", spheres), ("tsne", tsne)):
-        if figure is not None:
-            write_atomically(folder / f"{name}.png", png_bytes(figure))
+    for name, draw in (("log_singular_values", draw_log_singular_values), ("sphere", draw_spheres)):
+        write_atomically(folder / f"{name}.png", png_bytes(draw(by_method)))
     write_atomically(path / _FILE, json.dumps(asdict(analysis)).encode())
 
 
@@ -182,25 +168,23 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     images = data.measured_images[order]
     key = ViewKey(seed_for(recipe.seed, "collapse", "views"))
     views = draw_views(recipe.augmentation, images, order, key, federation.device)
-    features: dict[str, Tensor] = {}
     models: dict[str, Geometry] = {}
     for who, model in _models(federation, directory):
-        features[who] = extract_features(model.encoder, images)
+        features = extract_features(model.encoder, images)
         first, second = (extract_features(model.encoder, view, lambda batch: batch) for view in views)
-        points = sphere_points(features[who])
-        singular_values = log_covariance_singular_values(features[who]).tolist()
+        points = sphere_points(features)
+        singular_values = log_covariance_singular_values(features).tolist()
         models[who] = Geometry(
-            dimension=features[who].shape[1],
+            dimension=features.shape[1],
             log_singular_values=[round(value, 4) for value in singular_values],
             alignment=alignment(first, second),
-            uniformity=uniformity(features[who]),
-            effective_rank=effective_rank(features[who]),
+            uniformity=uniformity(features),
+            effective_rank=effective_rank(features),
             sphere=_rounded(points),
             coverage=sphere_coverage(points),
         )
     labels = (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist()
-    points_in_plane = _tsne(features, seed_for(recipe.seed, "collapse", "tsne"))
-    return Collapse(FORMAT, directory.checkpoint.round, list(data.counted_as), labels, models, points_in_plane)
+    return Collapse(FORMAT, directory.checkpoint.round, list(data.counted_as), labels, models)
 
 
 def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
@@ -221,16 +205,6 @@ def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[s
     # a stable sort: clients of the same round keep the drawn order
     for index in sorted((k for k in drawn if k in rounds), key=lambda k: -rounds[k])[:_LOCAL_MODELS]:
         yield str(index), federation.client(index, directory.client_state(index)).model
-
-
-def _tsne(features: Mapping[str, Tensor], seed: int) -> dict[str, list[list[float]]]:
-    """Embed the first images as the global model and the first local one represent them, see `Collapse.tsne`."""
-    local = next((who for who in features if who != GLOBAL), None)
-    if GLOBAL not in features or local is None or len(features[GLOBAL]) <= 3:  # too few images for any perplexity
-        return {}
-    shown = [features[who][:_TSNE_IMAGES] for who in (GLOBAL, local)]
-    points = tsne(torch.cat(shown), seed).split([len(one) for one in shown])  # together, as of one space
-    return {who: _rounded(where) for who, where in zip((GLOBAL, local), points, strict=True)}
 
 
 def _rounded(points: Tensor) -> list[list[float]]:
@@ -324,36 +298,6 @@ def _graticule(circle: NDArray[np.float64]) -> list[NDArray[np.float64]]:
     return [line @ turn for line in lines]
 
 
-def draw_tsne(analyses: Mapping[str, Collapse]) -> Figure | None:
-    """Draw a t-SNE of each method with a global model: its (circles) and a local one's points (FedU2, Figure 5)."""
-    shown = {label: analysis for label, analysis in analyses.items() if analysis.tsne}
-    if not shown:
-        return None
-    columns = min(len(shown), 3)
-    rows = -(-len(shown) // columns)
-    size = _PANEL + 0.9
-    figure = Figure(figsize=(size * columns + 1.6, size * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes, (label, analysis) in zip(grid, shown.items(), strict=False):
-        (_, shared), (who, local) = analysis.tsne.items()
-        colours = class_colours(len(analysis.class_names))[analysis.labels[: len(shared)]]
-        points, others = np.array(shared), np.array(local)
-        axes.scatter(points[:, 0], points[:, 1], s=16, facecolors="none", edgecolors=colours, lw=0.9)
-        axes.scatter(others[:, 0], others[:, 1], s=15, c=colours, marker="x", lw=0.9)
-        title = plot_text(label) if len(shown) > 1 else f"global model and client {who}"
-        axes.set_title(title, fontsize=11, color=TEXT)
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_color("#CCCCCC")
-    for axes in grid[len(shown) :]:
-        axes.set_axis_off()
-    marks = [
-        Line2D([], [], marker="o", ls="", ms=5, mfc="none", mec=TEXT, label="global model"),
-        Line2D([], [], marker="x", ls="", ms=5, color=TEXT, label="a local model"),
-    ]
-    class_legend(figure, next(iter(shown.values())).class_names, marks)
-    return figure
-
-
 def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | None:
     """Return the report's section about the methods' analyses, or the reasons why there are none; None without any."""
     if not analyses:
@@ -362,13 +306,11 @@ def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | No
     warnings = [f"{name}: no collapse analysis: {why}" for name, why in analyses.items() if isinstance(why, str)]
     if not shown:
         return PageSection(warnings)
-    singular_values, spheres, tsne = draw_log_singular_values(shown), draw_spheres(shown), draw_tsne(shown)
+    singular_values, spheres = draw_log_singular_values(shown), draw_spheres(shown)
     figures = [
         page_figure(singular_values, "Log singular values of the covariance", _SINGULAR_VALUES_CAPTION),
         page_figure(spheres, "Representations on the sphere", _SPHERE_CAPTION, png=True),
     ]
-    if tsne is not None:
-        figures.append(page_figure(tsne, "t-SNE of global and local representations", _TSNE_CAPTION, png=True))
     images = ", ".join(dict.fromkeys(str(len(analysis.labels)) for analysis in shown.values()))
     return PageSection(warnings, figures, _table(shown), images)
 

@@ -122,15 +122,13 @@ def name_lines(figure: Figure, axes: Axes, methods: int) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
 
 
-def class_legend(figure: Figure, class_names: Sequence[str], marks: Sequence[Line2D] = ()) -> None:
-    """Name marks and, if there are few, the classes' colours, at the upper right outside the axes."""
-    handles = list(marks)
+def class_legend(figure: Figure, class_names: Sequence[str]) -> None:
+    """Name the classes' colours if there are few, at the upper right outside the axes."""
     if len(class_names) <= MOST_NAMED_CLASSES:
-        handles += [
+        handles = [
             Line2D([], [], marker="o", ls="", ms=6, color=colour, label=plot_text(name))
             for colour, name in zip(class_colours(len(class_names)), class_names, strict=True)
         ]
-    if handles:
         figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
 
 

@@ -21,7 +21,6 @@ from fedssl.reports.collapse import (
     collapse_of_run,
     draw_log_singular_values,
     draw_spheres,
-    draw_tsne,
 )
 from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
@@ -64,7 +63,7 @@ def test_the_global_model_and_the_latest_local_models_are_looked_at(tiny, averag
 
 
 def test_it_is_stored_and_read_again(averaged, analysed, monkeypatch):
-    names = ["log_singular_values.png", "sphere.png", "tsne.png"]
+    names = ["log_singular_values.png", "sphere.png"]
     assert sorted(file.name for file in (averaged / "figures").iterdir()) == names
     for name in names:
         assert (averaged / "figures" / name).read_bytes().startswith(b"\x89PNG")
@@ -98,8 +97,6 @@ def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("models.global.alignment", float("nan")),
         ("models.global.log_singular_values", []),
         ("models.\x1b[2J", {}),
-        ("tsne.global", []),
-        ("tsne.x", [[0.0, 1.0]]),
     ],
 )
 def test_what_is_stored_and_no_analysis_that_can_be_drawn_is_made_anew(path, value, averaged, analysed, monkeypatch):
@@ -121,7 +118,6 @@ def test_a_method_without_a_global_model_shows_its_clients_and_a_run_that_has_no
     found = collapse_of_run(tmp_path / "run")
     assert found.shared is None
     assert sorted(found.models) == ["0", "1", "2"]
-    assert found.tsne == {}
     assert {file.name for file in (tmp_path / "run" / "figures").iterdir()} == {"log_singular_values.png", "sphere.png"}
 
 
@@ -145,8 +141,7 @@ def geometry(spectrum: list[float], points: list[list[float]]) -> Geometry:
 
 def made_up(**models: Geometry) -> Collapse:
     shown = {who.removeprefix("client"): one for who, one in models.items()}
-    tsne = {"global": [[0.0, 0], [1, 1]], "0": [[2.0, 2], [3, 3]]} if "global" in shown else {}
-    return Collapse(1, 2, ["cat", "dog"], [0, 1], shown, tsne)
+    return Collapse(1, 2, ["cat", "dog"], [0, 1], shown)
 
 
 def test_singular_values_stand_as_they_are_and_local_ones_as_their_mean():
@@ -172,16 +167,6 @@ def test_the_sphere_shows_the_near_and_the_far_side():
     assert pale.get_offsets().tolist() == [[0.8, 0.0]]
     assert strong.get_offsets().tolist() == [[0.0, 0.0]]
     assert pale.get_alpha() < strong.get_alpha()
-
-
-def test_tsne_leaves_out_methods_without_a_global_model():
-    one = geometry([-1.0], [[1.0, 0, 0]] * 2)
-    alone, both = made_up(client0=one), made_up(**{"global": one, "client0": one})
-    assert draw_tsne({"alone": alone}) is None
-    (axes,) = draw_tsne({"alone": alone, "both": both}).axes
-    circles, crosses = axes.collections
-    assert circles.get_offsets().tolist() == [[0, 0], [1, 1]]
-    assert crosses.get_offsets().tolist() == [[2, 2], [3, 3]]
 
 
 @pytest.mark.parametrize("classes", [15, 100])
