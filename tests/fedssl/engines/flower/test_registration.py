@@ -138,7 +138,7 @@ def test_a_site_that_lies_about_its_number_or_has_no_bound_key_is_left_out(bind,
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (None, r"the manifest of keys .*manifest\.yaml cannot be read: .* docs/deploy.md says how to write it by hand"),
+        (None, r"the manifest of keys .*manifest\.yaml cannot be read .* docs/deploy.md says how to write it by hand"),
         ({"hospital-a": PRINTS["hospital-a"], "hospital-b": PRINTS["hospital-a"]}, "hospital-a and hospital-b have"),
         ({"hospital-a": "MD5:12"}, "sites.hospital-a: .*got 'MD5:12'"),
     ],
