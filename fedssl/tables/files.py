@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..data.datasets import load_dataset
 from ..data.partitions import deal
 from ..data.stored_images import Images, images_of_rows
-from ..evaluation.metrics import format_values, mean_and_spread, metric_title, short_title
+from ..evaluation.metrics import format_values, mean_and_spread, metric_title
 from ..recipe.overrides import flatten_keys
 from ..recipe.reading import parse_recipe
 from ..recipe.rules import public_image_users
@@ -32,6 +32,7 @@ from .table import UNTRAINED, Table, cell_path
 
 #: receives a text for the user
 Note = Callable[[str], None]
+_SHORT_TITLES = {"kNN accuracy (%)": "kNN %", "linear accuracy (%)": "linear %"}
 #: clients in a picture, each with so many rows and columns of images
 _MOST_CLIENTS = 5
 _MOSAIC_ROWS, _MOSAIC_COLUMNS = 3, 4
@@ -69,7 +70,7 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
 
 def format_table(table: Table, results: Results) -> str:
     """Return one scenario of the table as plain text, narrow enough for a terminal: long labels take several lines."""
-    header = ["", *_titles(table, results, short_title)]
+    header = ["", *(_SHORT_TITLES.get(title, title) for title in _titles(table, results))]
     return plain_table(header, [[label, *cells] for label, _, cells in _rows(table, results)], label_width=34)
 
 
@@ -125,10 +126,10 @@ def _rows(table: Table, results: Results) -> list[tuple[str, str, list[str]]]:
     return list(rows.values())
 
 
-def _titles(table: Table, results: Results, title_of: Callable[[str], str] = metric_title) -> list[str]:
+def _titles(table: Table, results: Results) -> list[str]:
     titles = []
     for metric in table.metrics:
-        titles.append(title_of(metric))
+        titles.append(metric_title(metric))
         if results.has_paper(metric):
             titles.append("in the paper")
     return titles
