@@ -37,7 +37,7 @@ _RESULTS = (
 # What makes images of other files, by how their names end; the first ending counts, so that .nii.gz is no archive.
 _REMEDIES = {
     (".nii", ".nii.gz", ".mha", ".mhd", ".nrrd"): "save each slice of a volume as a TIFF or .npy file, with SimpleITK",
-    (".svs", ".ndpi", ".mrxs", ".czi", ".vsi"): "cut slides into tiles: vips dzsave SLIDE tiles --suffix .png",
+    (".svs", ".ndpi", ".mrxs", ".czi", ".vsi"): "cut slides into PNG tiles, with vips dzsave",
     (".heic", ".heif", ".avif", ".jxl", ".jp2"): "convert photos with ImageMagick: magick mogrify -format png PHOTOS",
     (".mp4", ".mov", ".avi", ".mkv", ".mpg"): "save the frames of a video: ffmpeg -i VIDEO frames/%06d.png",
     (".npz",): "set data.name=npz and data.path to an .npz file",

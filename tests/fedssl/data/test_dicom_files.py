@@ -421,7 +421,7 @@ def test_files_without_a_window_of_their_own(tmp_path):
     write_dicom(tmp_path / "b.dcm", TWELVE)
     refused(r"b\.dcm .*it names no window of its own; set data\.window=\[LOW,HIGH\]", options_of(tmp_path, window=FILE))
     save_array(tmp_path / "png" / "a.png", ramp(0, 4000, "u2"))
-    refused(r"a\.png .*names no window of its own", options_of(tmp_path / "png", window=FILE))
+    refused(r"a\.png .*these pixels have no window of their own", options_of(tmp_path / "png", window=FILE))
     path = save(tmp_path / "p.npz", x=ramp(0, 4000, "u2")[None])
     refused(r"x in .* names no window of its own", DataOptions(name="npz", path=path, window=FILE))
 
