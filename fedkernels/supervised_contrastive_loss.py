@@ -64,7 +64,9 @@ def supervised_contrastive_loss(
         losses = nt_xent(z[:half], z[half:], 1.0, "none") + (z * (z.roll(half, 0) - of_positives)).sum(dim=1)
     else:
         numbers = torch.arange(rows, device=z.device)
-        of_others = similarity_logsumexp(features, features, 1 / temperature, labels=(numbers, numbers))[0].to(z.dtype)
+        # 16-bit rows are multiplied as they are on CUDA; their gradient, of a query and a key, is then rounded twice
+        multiplied, scale = (features, 1 / temperature) if features.is_cuda else (z, 1.0)
+        of_others = similarity_logsumexp(multiplied, multiplied, scale, labels=(numbers, numbers))[0].to(z.dtype)
         losses = of_others - (z * of_positives).sum(dim=1)
     losses = losses.masked_fill(count == 0, 0)
     if reduction == "mean":
