@@ -180,7 +180,7 @@ def notify_of_constant(name: str, low: int, high: int) -> None:
 def notify_of_copies(hashes: Sequence[int], name_of: Callable[[int], str]) -> None:
     """Tell how many images have the same pixels as an earlier one, by a hash of each; `name_of` names one by its row.
 
-    Hashing takes less than a hundredth of the time of decoding: 5 microseconds for 64 x 64 pixels in colour.
+    Hashing 64 x 64 pixels in colour takes 5 microseconds, decoding them from a PNG file of noise 90 (AMD EPYC).
     """
     first: dict[int, int] = {}
     copies = [(first[value], row) for row, value in enumerate(hashes) if first.setdefault(value, row) != row]
