@@ -133,11 +133,15 @@ def class_legend(figure: Figure, class_names: Sequence[str]) -> None:
 
 
 def draw_curves(
-    metric: str, groups: Mapping[str, Sequence[Mapping[int, float]]], styles: Mapping[str, Style]
+    metric: str,
+    groups: Mapping[str, Sequence[Mapping[int, float]]],
+    styles: Mapping[str, Style],
+    spent: tuple[str, Mapping[str, Mapping[int, float]]] | None = None,
 ) -> Figure:
     """Draw a metric by round: a line for each method's mean over its runs, and a band from lowest to highest.
 
-    `groups` has, by method, each run's values by round. Only the rounds that all its runs reached are drawn.
+    `groups` has, by method, each run's values by round. Only the rounds that all its runs reached are drawn. `spent`
+    puts something else than rounds on the horizontal axis: its title, and its value by method and round.
     """
     figure = Figure(figsize=(6.4, 3.9), layout="constrained")
     axes = figure.add_subplot()
@@ -147,13 +151,16 @@ def draw_curves(
             continue
         values = np.array([[run[number] for number in rounds] for run in runs])
         values[~(np.abs(values) < LARGEST_FIGURE)] = np.nan  # a gap in the line
-        draw_line(axes, rounds, values.mean(0), label, styles[label], marker="o" if len(rounds) <= 25 else None, ms=3.5)
+        x = [spent[1][label][number] for number in rounds] if spent else rounds
+        draw_line(axes, x, values.mean(0), label, styles[label], marker="o" if len(rounds) <= 25 else None, ms=3.5)
         if len(runs) > 1:
-            axes.fill_between(rounds, values.min(0), values.max(0), color=styles[label].colour, alpha=0.15, lw=0)
+            axes.fill_between(x, values.min(0), values.max(0), color=styles[label].colour, alpha=0.15, lw=0)
     tidy(axes)
-    axes.set_xlabel("round", fontsize=11)
+    axes.set_xlabel(spent[0] if spent else "round", fontsize=11)
     axes.set_ylabel(plot_text(metric_title(metric)), fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if spent:
+        axes.xaxis.set_major_formatter(EngFormatter())
     if metric in METRICS and METRICS[metric].unit in ("bytes", "FLOPs"):
         axes.yaxis.set_major_formatter(EngFormatter())
     name_lines(figure, axes, len(styles))

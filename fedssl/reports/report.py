@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,6 +29,7 @@ Methods = Mapping[str, Sequence[Run]]
 Result = TypeVar("Result")
 _TRAFFIC = ("bytes_down", "bytes_up")
 _AMOUNTS = {"bytes": format_bytes, "FLOPs": format_flops}
+_SPENDING = {"FLOPs of a client so far": ("flops",), "bytes that a client received and sent so far": _TRAFFIC}
 _MOST_CURVES = 40
 _MOST_LEFT_OUT = 100  # lines
 _FIRST_CURVES = ("loss", "total_loss", "cka", "knn", "linear", "effective_rank")
@@ -132,7 +134,7 @@ def build_report(
         results=_results_table(methods, metrics),
         results_chart=_results_chart(methods, metrics),
         verdicts=[(run.name, sentence) for run in _first_finished(methods) for sentence in verdict(run)],
-        curves=_curve_charts(methods),
+        curves=_curve_charts(methods) + _spending_charts(methods),
         constants=_constants_table(methods),
         spectrum=_spectrum_chart(methods),
         collapse=collapse_section(analyses or {}),
@@ -269,6 +271,42 @@ def _curve_charts(methods: Methods) -> list[PageFigure]:
             figure = draw_curves(metric, curves, styles)
             charts.append(page_figure(figure, f"{metric_title(metric)} by round", _CURVE_NOTES.get(metric, "")))
     return charts
+
+
+def _spending_charts(methods: Methods) -> list[PageFigure]:
+    """Return what several methods reach for what a client has computed and sent by then; none for less than two."""
+    styles = method_styles(list(methods))
+    charts = []
+    for metric in ("knn", "view_retrieval"):
+        groups = {
+            name: [curve for run in runs if len(curve := run.overall(metric)) > 2] for name, runs in methods.items()
+        }
+        groups = {name: curves for name, curves in groups.items() if curves}
+        if len(groups) < 2 or charts:
+            continue
+        memory = "; ".join(
+            f"{name} {format_bytes(max(max(run.overall('memory').values(), default=0.0) for run in methods[name]))}"
+            for name in groups
+        )
+        for title, amounts in _SPENDING.items():
+            spent = {name: _spent_by_round(methods[name][0], amounts) for name in groups}
+            if all(spent.values()):
+                figure = draw_curves(metric, groups, styles, (title, spent))
+                note = f"Largest memory of a training step: {memory}." if memory else ""
+                charts.append(page_figure(figure, f"{metric_title(metric)} by {title}", note))
+    return charts
+
+
+def _spent_by_round(run: Run, amounts: Sequence[str]) -> dict[int, float]:
+    """Return by round the sum of these metrics up to it, a client's mean; empty where none was logged."""
+    spent, clients = dict.fromkeys(range(run.rounds + 1), 0.0), set()
+    for (number, who, metric), value in run.values.items():
+        if metric in amounts and who.isdigit():
+            spent[number] += value
+            clients.add(who)
+    return (
+        dict(zip(spent, accumulate(value / len(clients) for value in spent.values()), strict=True)) if clients else {}
+    )
 
 
 def _first_finished(methods: Methods) -> list[Run]:

@@ -126,6 +126,27 @@ def test_curves_are_drawn_of_what_was_logged_in_several_rounds(tiny, tmp_path):
     assert shown == ["objective&#39;s loss", "CKA with the target kernel", "kNN accuracy (%)", "transported mass"]
 
 
+def test_accuracy_is_drawn_over_what_clients_have_computed_and_sent(tiny, tmp_path, monkeypatch):
+    for name, flops in (("a", 100.0), ("b", 40.0)):
+        rows = [row for n, value in ((0, 1.0), (1, 2.0), (2, 3.0)) for row in evaluated(n, "knn", [value, value])]
+        rows += [(n, str(k), "flops", flops * (1 + k)) for n in (1, 2) for k in (0, 1)]
+        rows += [(n, str(k), "bytes_up", 8.0) for n in (1, 2) for k in (0, 1)]
+        rows += [(n, "mean", "memory", value) for n, value in ((1, 2e6), (2, 1e6))]
+        write_run(tmp_path / name, tiny(name=name), rows)
+    drawn = []
+    draw = report.draw_curves
+    monkeypatch.setattr(report, "draw_curves", lambda *args: drawn.append(args[3:]) or draw(*args))
+    page = Page(write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html"))
+    spent = [given[0] for given in drawn if given]
+    assert [by_method for _, by_method in spent] == [
+        {"a": {0: 0.0, 1: 150.0, 2: 300.0}, "b": {0: 0.0, 1: 60.0, 2: 120.0}},
+        {name: {0: 0.0, 1: 8.0, 2: 16.0} for name in "ab"},
+    ]
+    assert sum("a 2.0 MB; b 2.0 MB" in caption for caption in page.captions) == 2
+    # one method has nobody to be compared with
+    assert "so far" not in Page(write_report([tmp_path / "a"])).text
+
+
 def test_everything_is_escaped(tiny, tmp_path):
     recipe = tiny(name=HOSTILE, description=HOSTILE)
     path = tmp_path / "<script>{{ 7919 * 7907 }}"
