@@ -26,7 +26,7 @@ BY_HAND = {
     "demo.md": {"0.5": "mu"},
     "hetero_ssfl.md": {"0.5": "mu"},
     "fedmae.md": {"0.90 0.74 29.4 31.9 27.2 27.6 35.4 30.1 30.4 26.4": "ten rounds, measured by hand"},
-    "lw_fedssl.md": {"0.05 0.5": "temperatures"},
+    "lw_fedssl.md": {"0.05": "a temperature"},
     "speed.md": {
         "3.04": "linear_cka on the first machine, whose row a later measurement has replaced",
         "0.5 0.1 0.05": "temperatures",
