@@ -1,22 +1,13 @@
 """Collapse analysis of a run: how the representations of its global and local models fill their space.
 
-`collapse_of_run` analyses a run's last round and stores the result in the run's folder; `collapse_section` puts the
-analyses of several methods on a page. The charts are those of FedU2's Figures 3 and 4.
-
-RUN/collapse.json                      the analysis; it is written last, so the figures are complete if it exists
-RUN/figures/log_singular_values.png    the spectrum of the representations' covariance
-RUN/figures/sphere.png                 the representations on the unit sphere
+`collapse_of_run` analyses a run's last round, and `collapse_section` puts the analyses of several methods on a page.
+The charts are those of FedU2's Figures 3 and 4.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -25,31 +16,23 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
-from torch import Tensor
 
 from fedkernels import ViewKey
 
 from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
-from ..errors import UserError
 from ..evaluation.features import extract_features, require_measured_images
-from ..evaluation.metrics import LARGEST_FIGURE, alignment, effective_rank, uniformity
+from ..evaluation.metrics import alignment, effective_rank, uniformity
 from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points
 from ..federation import Federation, federation_of_run, require_same_data
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
-from ..run_folder.storage import make_folder, write_atomically
-from ..untrusted import plot_text, read_regular_file
+from ..untrusted import plot_text
 from .page import PageSection, PageTable, page_figure
-from .plots import MUTED, TEXT, class_colours, class_legend, draw_line, method_styles, name_lines, png_bytes, tidy
+from .plots import MUTED, TEXT, class_colours, class_legend, draw_line, method_styles, name_lines, tidy
 
 GLOBAL = "global"
-#: the version of the fields of `Collapse`, as stored
-FORMAT = 1
-_FILE = "collapse.json"
-_LARGEST_DIMENSION = 2**16  # of a stored analysis
 _TEST_IMAGES = 1000  # that are represented at most: enough for a picture
 _LOCAL_MODELS = 5
 _PANEL = 3.3  # inches
@@ -85,8 +68,6 @@ class Collapse:
     client's own after its training in its last round, before the server aggregates.
     """
 
-    format: int  # `FORMAT` of the version that made the analysis
-    round: int  # the last committed round, after which the models are analysed
     class_names: list[str]  # without labels one name for all images
     labels: list[int]  # the class of each represented test image (training image, if there is no test set)
     models: dict[str, Geometry]
@@ -101,62 +82,20 @@ class Collapse:
 
 
 def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
-    """Return the collapse analysis of a run's last round; make and store it unless it is stored already.
+    """Return the collapse analysis of a run's last round; None if no round is finished.
 
-    It is None if no round is finished, and not stored in a read-only folder. For `trust` see `load_stored_recipe`.
+    For `trust` see `load_stored_recipe`.
 
     Raises:
         UserError: the run's data have changed or are no longer there, a state cannot be read, representations are not
             finite, or the recipe names code that is not trusted.
     """
     directory = RunDirectory.open(path)
-    checkpoint = directory.checkpoint
-    if checkpoint.round < 1 or not checkpoint.files:
+    if directory.checkpoint.round < 1 or not directory.checkpoint.files:
         return None
-    analysis = _read(path / _FILE)
-    if analysis is None or analysis.round != checkpoint.round:
-        federation = federation_of_run(directory, trust)
-        require_same_data(path, federation.data_digests())
-        analysis = analyse_collapse(federation, directory)
-        with suppress(UserError):
-            _write(analysis, path)
-    return analysis
-
-
-def _read(path: Path) -> Collapse | None:
-    """Return a stored analysis, which somebody else may have written; None if there is none of this format."""
-    try:
-        analysis = TypeAdapter(Collapse).validate_json(read_regular_file(path))
-    except (OSError, ValueError):
-        return None
-    return analysis if analysis.format == FORMAT and _can_be_drawn(analysis) else None
-
-
-def _can_be_drawn(analysis: Collapse) -> bool:
-    """Check that all lists have the lengths that the charts need, and that all figures are finite."""
-    images, classes = len(analysis.labels), len(analysis.class_names)
-    models, figures = analysis.models.values(), list[float]()
-    for one in models:
-        figures += [*chain(*one.sphere), *one.log_singular_values, one.alignment, one.uniformity, one.effective_rank]
-    return (
-        images > 0
-        and len(models) > 0
-        and all(0 <= label < classes for label in analysis.labels)
-        and all(re.fullmatch(r"global|[0-9]{1,9}", who) for who in analysis.models)
-        and all(0 < one.dimension <= _LARGEST_DIMENSION and one.log_singular_values for one in models)
-        and all(len(one.sphere) == images and all(len(point) == 3 for point in one.sphere) for one in models)
-        and all(abs(value) < LARGEST_FIGURE for value in figures)
-        and all(math.isfinite(one.coverage) for one in models)
-    )
-
-
-def _write(analysis: Collapse, path: Path) -> None:
-    folder = path / "figures"
-    make_folder(folder, within_run=True)
-    by_method = {path.name: analysis}
-    for name, draw in (("log_singular_values", draw_log_singular_values), ("sphere", draw_spheres)):
-        write_atomically(folder / f"{name}.png", png_bytes(draw(by_method)))
-    write_atomically(path / _FILE, json.dumps(asdict(analysis)).encode())
+    federation = federation_of_run(directory, trust)
+    require_same_data(path, federation.data_digests())
+    return analyse_collapse(federation, directory)
 
 
 def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
@@ -173,18 +112,17 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
         features = extract_features(model.encoder, images)
         first, second = (extract_features(model.encoder, view, lambda batch: batch) for view in views)
         points = sphere_points(features)
-        singular_values = log_covariance_singular_values(features).tolist()
         models[who] = Geometry(
             dimension=features.shape[1],
-            log_singular_values=[round(value, 4) for value in singular_values],
+            log_singular_values=log_covariance_singular_values(features).tolist(),
             alignment=alignment(first, second),
             uniformity=uniformity(features),
             effective_rank=effective_rank(features),
-            sphere=_rounded(points),
+            sphere=points.tolist(),
             coverage=sphere_coverage(points),
         )
     labels = (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist()
-    return Collapse(FORMAT, directory.checkpoint.round, list(data.counted_as), labels, models)
+    return Collapse(list(data.counted_as), labels, models)
 
 
 def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
@@ -205,10 +143,6 @@ def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[s
     # a stable sort: clients of the same round keep the drawn order
     for index in sorted((k for k in drawn if k in rounds), key=lambda k: -rounds[k])[:_LOCAL_MODELS]:
         yield str(index), federation.client(index, directory.client_state(index)).model
-
-
-def _rounded(points: Tensor) -> list[list[float]]:
-    return [[round(value, 3) for value in point] for point in points.tolist()]
 
 
 def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
