@@ -64,7 +64,7 @@ def test_a_state_of_which_no_messages_can_be_made_is_left_by_going_back_before_i
 
 
 def test_the_history_is_kept_and_shown(two_rounds, caplog):
-    run = fedssl.resume(two_rounds, ["rounds=3", "evaluation.every=1"], clients_parallel=2)
+    run = fedssl.resume(two_rounds, ["rounds=3", "evaluation.every=1", "clients_parallel=2"])
     assert (run.last_round, run.recipe["evaluation"]["every"]) == (3, 1)
     assert "equals a run of 3 rounds from the start" in caplog.text
     run = fedssl.resume(two_rounds, ["rounds=4"])
