@@ -1,7 +1,7 @@
 """Collapse analysis of a run: how the representations of its global and local models fill their space.
 
 `collapse_of_run` analyses a run's last round, and `collapse_section` puts the analyses of several methods on a page.
-The charts are those of FedU2's Figures 3 and 4.
+The chart is that of FedU2's Figure 3.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from fedkernels import ViewKey
 
@@ -23,27 +21,20 @@ from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.features import extract_features, require_measured_images
 from ..evaluation.metrics import alignment, effective_rank, uniformity
-from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points
+from ..evaluation.projections import log_covariance_singular_values
 from ..federation import Federation, federation_of_run, require_same_data
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
-from ..untrusted import plot_text
 from .page import PageSection, PageTable, page_figure
-from .plots import MUTED, TEXT, class_colours, class_legend, draw_line, method_styles, name_lines, tidy
+from .plots import MUTED, TEXT, draw_line, method_styles, name_lines, tidy
 
 GLOBAL = "global"
 _TEST_IMAGES = 1000  # that are represented at most: enough for a picture
 _LOCAL_MODELS = 5
-_PANEL = 3.3  # inches
 _SINGULAR_VALUES_CAPTION = (
     "The 100 largest singular values of the covariance matrix, natural logarithm. A line that falls off early means "
     "dimensional collapse; the dashed one is what uniform points on the sphere have."
-)
-_SPHERE_CAPTION = (
-    "Representations projected onto their three main directions and onto the sphere again, coloured by class; points "
-    "on the far side are pale. The more of the sphere is blank, the worse the collapse. An encoder that ends in a ReLU "
-    "has no negative outputs, so even without collapse its points keep to one side."
 )
 
 
@@ -56,8 +47,6 @@ class Geometry:
     alignment: float  # of two views of each image by the recipe's augmentation; all others without augmentation
     uniformity: float
     effective_rank: float
-    sphere: list[list[float]]  # `sphere_points`, [images, 3]
-    coverage: float  # of the sphere, in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -68,8 +57,7 @@ class Collapse:
     client's own after its training in its last round, before the server aggregates.
     """
 
-    class_names: list[str]  # without labels one name for all images
-    labels: list[int]  # the class of each represented test image (training image, if there is no test set)
+    images: int  # the number of represented test images (training images, if there is no test set)
     models: dict[str, Geometry]
 
     @property
@@ -111,18 +99,14 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     for who, model in _models(federation, directory):
         features = extract_features(model.encoder, images)
         first, second = (extract_features(model.encoder, view, lambda batch: batch) for view in views)
-        points = sphere_points(features)
         models[who] = Geometry(
             dimension=features.shape[1],
             log_singular_values=log_covariance_singular_values(features).tolist(),
             alignment=alignment(first, second),
             uniformity=uniformity(features),
             effective_rank=effective_rank(features),
-            sphere=points.tolist(),
-            coverage=sphere_coverage(points),
         )
-    labels = (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist()
-    return Collapse(list(data.counted_as), labels, models)
+    return Collapse(len(images), models)
 
 
 def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
@@ -157,7 +141,7 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     grid = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
     first = next(iter(analyses.values()))
     dimension = next(iter(first.models.values())).dimension
-    uniform = torch.randn(len(first.labels), dimension, generator=torch.Generator().manual_seed(0))
+    uniform = torch.randn(first.images, dimension, generator=torch.Generator().manual_seed(0))
     reference = log_covariance_singular_values(uniform).numpy()
     for axes, title in zip(grid, titles, strict=True):
         for label, analysis in analyses.items():
@@ -178,60 +162,6 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     return figure
 
 
-def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
-    """Draw the representations on the unit sphere (FedU2, Figure 4): the more of it is blank, the worse the collapse.
-
-    Each method has two: the global model's and a local one's, or two local models' if there is no global one. From four
-    methods on, a row holds two. A sphere is seen from the side of the points' middle; points on its far side are pale.
-    """
-    shown = {label: list(analysis.models)[:2] for label, analysis in analyses.items()}
-    width = max(map(len, shown.values()))
-    beside = 1 if len(analyses) <= 3 else 2
-    rows = -(-len(analyses) // beside)
-    figure = Figure(figsize=(_PANEL * width * beside + 1.9, _PANEL * rows + 0.25), layout="constrained")
-    grid = figure.subplots(rows, width * beside, squeeze=False).reshape(-1, width)
-    for line, (label, analysis) in zip(grid, analyses.items(), strict=False):
-        colours = class_colours(len(analysis.class_names))[analysis.labels]
-        for axes, who in zip(line, shown[label], strict=False):
-            _draw_sphere(axes, np.array(analysis.models[who].sphere), colours)
-            model = f"client {who}" if who.isdigit() else f"{who} model"
-            axes.set_title(f"{model}: {100 * analysis.models[who].coverage:.0f} % covered", fontsize=11, color=TEXT)
-        if len(analyses) > 1:
-            look = {"rotation": 90, "ha": "center", "va": "center", "size": 12, "weight": "bold", "color": TEXT}
-            line[0].text(-1.25, 0, plot_text(label), **look)
-    for axes in grid.ravel():
-        if not axes.has_data():
-            axes.set_axis_off()
-    class_legend(figure, next(iter(analyses.values())).class_names)
-    return figure
-
-
-def _draw_sphere(axes: Axes, points: NDArray[np.float64], colours: NDArray[np.float64]) -> None:
-    """Draw a sphere seen from the first axis, on which the points' middle lies; only the grid is tilted."""
-    axes.set_axis_off()
-    axes.set(aspect="equal", xlim=(-1.06, 1.06), ylim=(-1.06, 1.06))
-    circle = np.linspace(0, 2 * np.pi, 241)
-    axes.fill(np.cos(circle), np.sin(circle), facecolor="#F7F7F7", edgecolor="#999999", lw=1.0)
-    for line in _graticule(circle):
-        towards, right, up = line.T
-        axes.plot(right, np.where(towards >= 0, up, np.nan), color="#D8D8D8", lw=0.7, zorder=1.5)
-    far = points[:, 0] < 0
-    axes.scatter(points[far, 1], points[far, 2], s=7, c=colours[far], alpha=0.18, lw=0, zorder=2)
-    axes.scatter(points[~far, 1], points[~far, 2], s=9, c=colours[~far], alpha=0.85, lw=0, zorder=3)
-
-
-def _graticule(circle: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """Return lines of latitude and longitude every 30 degrees, [241, 3] each: towards the eye, to the right, up."""
-    lines, x, y = [], np.cos(circle), np.sin(circle)
-    for angle in np.deg2rad((-60, -30, 0, 30, 60)):
-        lines.append(np.stack([np.cos(angle) * x, np.cos(angle) * y, np.full_like(circle, np.sin(angle))], axis=1))
-    for angle in np.deg2rad(range(0, 180, 30)):
-        lines.append(np.stack([x * np.cos(angle), x * np.sin(angle), y], axis=1))
-    tilt = np.deg2rad(22.0)
-    turn = np.array([[np.cos(tilt), 0, -np.sin(tilt)], [0, 1, 0], [np.sin(tilt), 0, np.cos(tilt)]])
-    return [line @ turn for line in lines]
-
-
 def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | None:
     """Return the report's section about the methods' analyses, or the reasons why there are none; None without any."""
     if not analyses:
@@ -240,13 +170,10 @@ def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | No
     warnings = [f"{name}: no collapse analysis: {why}" for name, why in analyses.items() if isinstance(why, str)]
     if not shown:
         return PageSection(warnings)
-    singular_values, spheres = draw_log_singular_values(shown), draw_spheres(shown)
-    figures = [
-        page_figure(singular_values, "Log singular values of the covariance", _SINGULAR_VALUES_CAPTION),
-        page_figure(spheres, "Representations on the sphere", _SPHERE_CAPTION, png=True),
-    ]
-    images = ", ".join(dict.fromkeys(str(len(analysis.labels)) for analysis in shown.values()))
-    return PageSection(warnings, figures, _table(shown), images)
+    singular_values = draw_log_singular_values(shown)
+    figure = page_figure(singular_values, "Log singular values of the covariance", _SINGULAR_VALUES_CAPTION)
+    images = ", ".join(dict.fromkeys(str(analysis.images) for analysis in shown.values()))
+    return PageSection(warnings, [figure], _table(shown), images)
 
 
 def _table(analyses: Mapping[str, Collapse]) -> PageTable:
@@ -260,8 +187,7 @@ def _table(analyses: Mapping[str, Collapse]) -> PageTable:
                     f"{fmean(one.alignment for one in geometries):.3f}",
                     f"{fmean(one.uniformity for one in geometries):.2f}",
                     f"{fmean(one.effective_rank for one in geometries):.1f}",
-                    f"{fmean(100 * one.coverage for one in geometries):.0f}",
                 )
                 rows.append((name, model, *cells))
-    header = ("method", "model", "alignment", "uniformity", "effective rank", "sphere covered (%)")
+    header = ("method", "model", "alignment", "uniformity", "effective rank")
     return PageTable(header, rows, text_columns=2)
