@@ -37,23 +37,6 @@ def nearest_images(features: Tensor, queries: Tensor, count: int) -> tuple[Tenso
     return nearest.indices, nearest.values
 
 
-def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Choose images that are unlike each other: each next one is that whose nearest chosen image is farthest.
-
-    Farthest-point sampling on the l2-normalised representations (Gonzalez 1985) among a random tenth of the images, so
-    that not only outliers are chosen; the first is drawn. Return int64 [min(count, n)], different rows of `features`.
-    """
-    candidates = torch.randperm(len(features), generator=generator)[: max(count, len(features) // 10)]
-    rows = F.normalize(features[candidates].detach().double(), dim=1)
-    chosen = [0]
-    distance = torch.full((len(rows),), torch.inf, dtype=torch.float64)
-    while len(chosen) < min(count, len(rows)):
-        distance = torch.minimum(distance, (rows - rows[chosen[-1]]).square().sum(dim=1))
-        distance[chosen] = -1.0
-        chosen.append(int(distance.argmax()))
-    return candidates[chosen]
-
-
 def tsne(features: Tensor, seed: int) -> Tensor:
     """Embed the l2-normalised representations [n, d], n above 3, in the plane: float64 [n, 2].
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..data.stored_images import Images, images_of_rows
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.features import extract_features, require_measured_images
-from ..evaluation.projections import grid_cells, nearest_images, spread_queries, tsne
+from ..evaluation.projections import grid_cells, nearest_images, tsne
 from ..federation import federation_of_run, require_same_data
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
@@ -75,7 +75,7 @@ def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | No
     labels = dataset.test_labels[order] if has_test_images and dataset.labelled else None
     who, model = next(models_to_evaluate(federation, directory.server_state(), directory.client_state))
     features = extract_features(model.encoder, images)
-    queries = spread_queries(features, _QUERIES, generator_for(seed, "pictures", "queries"))
+    queries = torch.arange(min(_QUERIES, len(images)))  # whose order is drawn
     nearest, similarity = nearest_images(features, queries, _NEIGHBOURS)
     points = tsne(features[:_ON_THE_MAP], seed_for(seed, "pictures", "map"))
     few_classes = 1 < len(dataset.class_names) <= MOST_NAMED_CLASSES

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from fedssl.engines import in_process
-from fedssl.evaluation.projections import grid_cells, nearest_images, spread_queries
+from fedssl.evaluation.projections import grid_cells, nearest_images
 from fedssl.reports import images
 from fedssl.reports.images import draw_map, draw_neighbours, image_pictures_of_run, thumbnails
 from fedssl.reports.plots import Bar, draw_bars, draw_curves, draw_spectrum, method_styles, png_bytes
@@ -61,15 +61,6 @@ def test_nearest_by_cosine_and_never_itself():
     assert rows[1].tolist()[0] == 1
     assert cosines[0, 0] == pytest.approx(2 / 4.01**0.5)
     assert nearest_images(features, torch.tensor([0]), 9)[0].shape == (1, 4)
-
-
-def test_queries_are_unlike_each_other():
-    groups = torch.eye(6).repeat_interleave(40, dim=0) + 0.01 * torch.rand(240, 6)
-    for seed in range(5):
-        chosen = spread_queries(groups, 6, torch.Generator().manual_seed(seed))
-        assert sorted((chosen // 40).tolist()) == list(range(6))
-    assert sorted(spread_queries(groups[:3], 9, torch.Generator()).tolist()) == [0, 1, 2]
-    assert len(set(spread_queries(torch.zeros(20, 3), 8, torch.Generator()).tolist())) == 8
 
 
 def test_no_two_images_take_one_place_and_far_ones_stay_apart():
