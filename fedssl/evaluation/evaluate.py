@@ -181,7 +181,7 @@ def evaluate_model(
         model: its encoder is measured, on the model's device.
         seed: decides every random draw.
         linear: whether to train the linear evaluation.
-        fine_tune: whether to fine-tune as the options say, which may be not at all; a UserError without labels.
+        fine_tune: whether to fine-tune as the options say, which may be not at all; not without labels.
         augmentation: makes the two views that `alignment` and `view_retrieval` compare.
         own_classes: whether the labels are those that the model was trained on. Its own classifier, if it has one, is
             measured on no others.
@@ -196,8 +196,6 @@ def evaluate_model(
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged.
     """
-    if fine_tune:
-        check_labels(dataset, options)
     whole, dataset = dataset, measured_sample(dataset, options.images, seed)
     encoder = model.encoder
     if not dataset.labelled:

@@ -152,9 +152,8 @@ def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOpt
         Percentages, see `classification_scores`.
 
     Raises:
-        UserError: the data lack the validation split that `options.images` names, or fine-tuning diverged.
+        UserError: fine-tuning diverged.
     """
-    check_fine_tuning(options, dataset)
     images, labels = dataset.train_images, dataset.train_labels
     if options.images == "validation":
         assert dataset.validation_images is not None
