@@ -104,8 +104,10 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
 def _leave_out_gone(values: dict[str, Any]) -> None:
     """Remove the options that are gone where they have the value that now always holds; the checks refuse others."""
     values.pop("client_states", None)  # no result depended on it
-    mappings = [(part["name"], part) for _, part in parts_in(values)]
-    mappings += [("training", values.get("training")), ("fine_tune", (values.get("evaluation") or {}).get("fine_tune"))]
+    evaluation = values.get("evaluation")
+    fine_tune = evaluation.get("fine_tune") if isinstance(evaluation, dict) else None
+    mappings = [("training", values.get("training")), ("fine_tune", fine_tune)]
+    mappings += [(part["name"], part) for _, part in parts_in(values)]
     for name, mapping in mappings:
         for option, still in _GONE.get(name, {}).items():
             if isinstance(mapping, dict) and mapping.get(option, ...) == still:

@@ -253,3 +253,12 @@ def test_a_stored_option_that_is_gone_is_left_out_or_refused_by_its_name(section
         else:
             with pytest.raises(UserError, match=rf"{section}\.{option}: unknown key"):
                 load_stored_recipe(directory)
+
+
+def test_a_stored_fine_tuning_of_before_is_read(tiny, tmp_path):
+    evaluation = tiny_values()["evaluation"] | {"fine_tune": {"epochs": 20}}
+    recipe = tiny(**ALIGNED | {"evaluation": evaluation})
+    values = recipe.model_dump(mode="json")
+    values["evaluation"]["fine_tune"]["rand_augment"] = True
+    directory = RunDirectory.create(tmp_path / "run", {"recipe.yaml": yaml.safe_dump(values)})
+    assert load_stored_recipe(directory) == recipe
