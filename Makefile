@@ -23,7 +23,7 @@ have = $(call version_of,$(VENV)/bin/python)
 want = $(call version_of,$(PYTHON))
 chosen = $(filter-out file,$(origin PYTHON))
 
-.PHONY: help demo test test-nightly mutants lint style docs wheels sanitize clean check-python
+.PHONY: help demo test test-nightly mutants lint style size docs wheels sanitize clean check-python
 
 help:
 	@echo 'make demo      run the comparison on the digits data and draw its picture (minutes)'
@@ -31,6 +31,7 @@ help:
 	@echo 'make test-nightly  the tests that take minutes: memory of the emulated kernels, all of nvcc, a rehearsal'
 	@echo 'make mutants   plant faults one at a time and tell which test finds each (hours; a second call goes on)'
 	@echo 'make lint      ruff, the layers of imports and mypy only'
+	@echo 'make size      the lines of Python by folder: all, code and docstrings'
 	@echo 'make docs      the site in build/site; it needs no network to be read'
 	@echo 'make wheels    fedkernels and fedssl as distributions of their own, in dist/ (minutes)'
 	@echo 'make sanitize  the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (half an hour)'
@@ -78,6 +79,9 @@ style: $(installed)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	"$(VENV)/bin/lint-imports" --no-cache
+
+size: $(installed)
+	$(python) -m tests.size
 
 # Strict: a broken link, a missing anchor, a missing docstring or a misspelt word ends it.
 docs: $(installed)

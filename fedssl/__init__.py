@@ -13,45 +13,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .aggregators.base import Aggregator
-    from .augmentations.base import Augmentation
-    from .engines import resume, run
-    from .engines.observers import Observer
-    from .errors import UserError
-    from .federation import Federation
-    from .local_updates.base import LocalUpdate
-    from .method import Method
-    from .objectives.base import Objective
-    from .recipe.overrides import recipe_names
-    from .recipe.reading import load_recipe
-    from .recipe.recipe import Recipe
-    from .regularizers.base import Regularizer
-    from .reports.evaluation import evaluate
-    from .reports.report import write_report
-    from .run_folder.record import Run, read_run
-    from .schedules.base import Schedule
-
-__all__ = [
-    "Aggregator",
-    "Augmentation",
-    "Federation",
-    "LocalUpdate",
-    "Method",
-    "Objective",
-    "Observer",
-    "Recipe",
-    "Regularizer",
-    "Run",
-    "Schedule",
-    "UserError",
-    "evaluate",
-    "load_recipe",
-    "read_run",
-    "recipe_names",
-    "resume",
-    "run",
-    "write_report",
-]
+    from .aggregators.base import Aggregator as Aggregator
+    from .augmentations.base import Augmentation as Augmentation
+    from .engines import resume as resume
+    from .engines import run as run
+    from .engines.observers import Observer as Observer
+    from .errors import UserError as UserError
+    from .federation import Federation as Federation
+    from .local_updates.base import LocalUpdate as LocalUpdate
+    from .method import Method as Method
+    from .objectives.base import Objective as Objective
+    from .recipe.overrides import recipe_names as recipe_names
+    from .recipe.reading import load_recipe as load_recipe
+    from .recipe.recipe import Recipe as Recipe
+    from .regularizers.base import Regularizer as Regularizer
+    from .reports.evaluation import evaluate as evaluate
+    from .reports.report import write_report as write_report
+    from .run_folder.record import Run as Run
+    from .run_folder.record import read_run as read_run
+    from .schedules.base import Schedule as Schedule
 
 _MODULES = {
     "Aggregator": "aggregators.base",
@@ -74,6 +54,7 @@ _MODULES = {
     "run": "engines",
     "write_report": "reports.report",
 }
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

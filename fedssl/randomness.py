@@ -33,8 +33,14 @@ def generator_for(seed: int, *path: str | int, device: torch.device | str = "cpu
 @contextmanager
 def seeded(seed: int, *path: str | int) -> Iterator[None]:
     """Run the body with torch's global generators seeded by `seed_for`, and restore them afterwards."""
+    with generators_set_to(seed_for(seed, *path)):
+        yield
+
+
+@contextmanager
+def generators_set_to(number: int) -> Iterator[None]:
+    """Run the body with torch's global generators of the CPU and of CUDA set to a number, and restore them."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    number = seed_for(seed, *path)
     with torch.random.fork_rng(devices=devices):
         # torch.manual_seed would note, with a traceback, the seed of every kind of device that is absent, too.
         torch.default_generator.manual_seed(number)
@@ -64,16 +70,3 @@ def deterministic_on(device: torch.device, enabled: bool) -> Iterator[None]:
         raise UserError(f"training.deterministic is true, but {error}; leave the option out") from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@contextmanager
-def seeded_on(device: torch.device, seed: int) -> Iterator[None]:
-    """Run the body with the global generators of the CPU and of `device` set to `seed`, and restore them afterwards."""
-    on_cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        # torch.manual_seed would also seed the other devices, whose generators are not restored.
-        torch.default_generator.manual_seed(seed)
-        if on_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield

@@ -13,7 +13,7 @@ from fedkernels import ViewKey
 
 from ..errors import UserError
 from ..parts import Part
-from ..randomness import seed_for, seeded_on
+from ..randomness import generators_set_to, seed_for
 
 
 class Augmentation(Part):
@@ -71,7 +71,7 @@ def draw_views(
     for pair in range((count + 1) // 2):
         key_of_pair = key._replace(seed=seed_for(key.seed, "pair", pair)) if pair else key
         seed = seed_for(*key_of_pair, *samples.tolist()) if augmentation.uses_global_generators else 0
-        with seeded_on(device, seed) if augmentation.uses_global_generators else nullcontext():
+        with generators_set_to(seed) if augmentation.uses_global_generators else nullcontext():
             draw = augmentation.further_views if pair else augmentation.views
             drawn = draw(on_device, numbers, key_of_pair)
         shape = augmentation.further_shape(images.shape[1:]) if pair else images.shape[1:]

@@ -51,7 +51,6 @@ def resume(
     overrides: Sequence[str] = (),
     *,
     trust: bool = False,
-    clients_parallel: int | None = None,
     from_round: int | None = None,
     observers: Iterable[Observer] = (),
 ) -> Run:
@@ -65,7 +64,6 @@ def resume(
         overrides: options to change from here on, such as `["rounds=100"]`: more rounds, and what the finished rounds
             do not depend on (evaluation, device, clients at a time, paths of the same data). The folder keeps them.
         trust: run the code of your own parts even if it has changed since the run began.
-        clients_parallel: short for the override `clients_parallel=N`.
         from_round: the round after which it continues, one of the last `checkpoints` rounds of the recipe; by default
             the last one. What came after it is removed.
         observers: as in `run`; `run_began` gives them the round from which the run continues.
@@ -82,11 +80,10 @@ def resume(
 
     if isinstance(overrides, str):
         raise TypeError(f"overrides: expected a list such as [{overrides!r}], got the string {overrides!r}")
-    changes = [*overrides, *([] if clients_parallel is None else [f"clients_parallel={clients_parallel}"])]
     directory = RunDirectory.open(Path(path))
     recipe = load_stored_recipe(directory, trust, resuming=True)
     engine = engine_of(recipe)
-    return read_run(engine.resume(directory.path, Observers(observers), trust, changes, from_round).path)
+    return read_run(engine.resume(directory.path, Observers(observers), trust, overrides, from_round).path)
 
 
 def engine_of(recipe: Recipe) -> ModuleType:

@@ -105,14 +105,12 @@ def check_labels(dataset: Dataset, options: EvaluationOptions) -> None:
 
 def check_colours(channels: int, options: EvaluationOptions) -> None:
     """Raise a UserError where fine-tuning would change the colours of images that have other channels."""
-    protocol = options.semi_supervised_protocol.tuning(1.0) if options.semi_supervised else None
-    for key, tuning in (
-        ("semi_supervised_protocol.augmentation=none", protocol),
-        ("fine_tune.rand_augment=false", options.fine_tune.tuning() if options.fine_tune else None),
-    ):
-        if tuning is not None and tuning.augmentation == "rand_augment" and channels not in (1, 3):
+    few = options.semi_supervised_protocol if options.semi_supervised else None
+    for key, protocol in (("semi_supervised_protocol", few), ("fine_tune", options.fine_tune)):
+        if protocol is not None and protocol.tuning().augmentation == "rand_augment" and channels not in (1, 3):
             raise UserError(
-                f"RandAugment is for images of 1 or 3 channels, and the images have {channels}: set evaluation.{key}"
+                f"RandAugment is for images of 1 or 3 channels, and the images have {channels}: set "
+                f"evaluation.{key}.augmentation=none"
             )
 
 
@@ -183,7 +181,7 @@ def evaluate_model(
         model: its encoder is measured, on the model's device.
         seed: decides every random draw.
         linear: whether to train the linear evaluation.
-        fine_tune: whether to fine-tune as the options say, which may be not at all; a UserError without labels.
+        fine_tune: whether to fine-tune as the options say, which may be not at all; not without labels.
         augmentation: makes the two views that `alignment` and `view_retrieval` compare.
         own_classes: whether the labels are those that the model was trained on. Its own classifier, if it has one, is
             measured on no others.
@@ -198,8 +196,6 @@ def evaluate_model(
     Raises:
         UserError: a representation is not finite, or an evaluation's own training diverged.
     """
-    if fine_tune:
-        check_labels(dataset, options)
     whole, dataset = dataset, measured_sample(dataset, options.images, seed)
     encoder = model.encoder
     if not dataset.labelled:

@@ -21,7 +21,7 @@ from ..data.pixels import normalize
 from ..data.stored_images import Images
 from ..errors import UserError
 from ..options import Options
-from ..randomness import seed_for, seeded_on
+from ..randomness import generators_set_to, seed_for
 from .features import device_of, extract_features, extract_outputs
 from .rand_augment import rand_augment
 
@@ -88,6 +88,7 @@ class SemiSupervisedOptions(Options):
     classifier_learning_rate: float | None = Field(
         None, gt=0, description="of the linear layer; fedu2 0.3, the others that of the encoder"
     )
+    weight_decay: float | None = Field(None, ge=0, description="of all weights; lw_fedssl 0.00001, the others 0")
     warmup_epochs: int | None = Field(
         None,
         ge=0,
@@ -100,7 +101,7 @@ class SemiSupervisedOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> SemiSupervisedOptions:
-        tuning = self.tuning(1.0)
+        tuning = self.tuning()
         if tuning.warmup_epochs is not None and tuning.warmup_epochs >= tuning.epochs:
             raise ValueError(
                 f"warmup_epochs must be below epochs, {tuning.epochs}, got {tuning.warmup_epochs} with the protocol "
@@ -108,7 +109,7 @@ class SemiSupervisedOptions(Options):
             )
         return self
 
-    def tuning(self, fraction: float) -> FineTuning:
+    def tuning(self, fraction: float = 1.0) -> FineTuning:
         """Return the named protocol for a labelled fraction, with the values that are set in its place."""
         protocol = PROTOCOLS[self.name]
         if self.name == "hetero_ssfl" and fraction <= 0.01:
@@ -116,30 +117,16 @@ class SemiSupervisedOptions(Options):
         return protocol._replace(**self.model_dump(include=set(protocol._fields), exclude_none=True))
 
 
-class FineTuneOptions(Options):
-    """Options of fine-tuning on all labels; the defaults are those of the LW-FedSSL paper, section 4.1.
+class FineTuneOptions(SemiSupervisedOptions):
+    """The same for all labels, by default with the protocol of the LW-FedSSL paper, section 4.1.
 
     For MedMNIST the paper fine-tunes on the validation split (section 4.8).
     """
 
+    name: Literal["hetero_ssfl", "fedu2", "lw_fedssl"] = Field(
+        "lw_fedssl", description="the paper whose protocol is followed; it gives each value that is not set"
+    )
     images: Literal["train", "validation"] = Field("train", description="split whose labelled images are trained on")
-    epochs: int = Field(40, ge=1, description="passes over these images")
-    warmup_epochs: int = Field(10, ge=0, description="epochs in which the learning rate rises; below epochs")
-    batch_size: int = Field(256, ge=1, description="images a step")
-    learning_rate: float = Field(1e-3, gt=0, description="of AdamW, after the warm-up")
-    weight_decay: float = Field(1e-5, ge=0, description="of AdamW")
-    rand_augment: bool = Field(True, description="whether images are augmented by torchvision's RandAugment")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> FineTuneOptions:
-        if self.warmup_epochs >= self.epochs:
-            raise ValueError(f"warmup_epochs must be below epochs, {self.epochs}, got {self.warmup_epochs}")
-        return self
-
-    def tuning(self) -> FineTuning:
-        """Return the same values for `fine_tuned_network`."""
-        values = self.model_dump(exclude={"images", "rand_augment"})
-        return FineTuning(**values, optimizer="adamw", augmentation="rand_augment" if self.rand_augment else "none")
 
 
 def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None:
@@ -165,9 +152,8 @@ def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOpt
         Percentages, see `classification_scores`.
 
     Raises:
-        UserError: the data lack the validation split that `options.images` names, or fine-tuning diverged.
+        UserError: fine-tuning diverged.
     """
-    check_fine_tuning(options, dataset)
     images, labels = dataset.train_images, dataset.train_labels
     if options.images == "validation":
         assert dataset.validation_images is not None
@@ -248,7 +234,7 @@ def fine_tuned_network(
     device = device_of(encoder)
     prepare = _preparation(tuning.augmentation, seed, device)
     tuned = copy.deepcopy(encoder).requires_grad_(True)
-    with seeded_on(device, seed), torch.enable_grad():
+    with generators_set_to(seed), torch.enable_grad():
         classifier = nn.Linear(extract_features(tuned, images[:1]).shape[1], classes)
         network = nn.Sequential(tuned, classifier).to(device)
         optimizer = _optimizer(tuned, classifier, tuning)

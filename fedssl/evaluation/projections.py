@@ -1,4 +1,4 @@
-"""Measures of representations for the pictures of a report: neighbours, maps, t-SNE, the sphere and the spectrum."""
+"""Measures of representations for the pictures of a report: neighbours, maps, t-SNE and the spectrum."""
 
 import math
 
@@ -37,23 +37,6 @@ def nearest_images(features: Tensor, queries: Tensor, count: int) -> tuple[Tenso
     return nearest.indices, nearest.values
 
 
-def spread_queries(features: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Choose images that are unlike each other: each next one is that whose nearest chosen image is farthest.
-
-    Farthest-point sampling on the l2-normalised representations (Gonzalez 1985) among a random tenth of the images, so
-    that not only outliers are chosen; the first is drawn. Return int64 [min(count, n)], different rows of `features`.
-    """
-    candidates = torch.randperm(len(features), generator=generator)[: max(count, len(features) // 10)]
-    rows = F.normalize(features[candidates].detach().double(), dim=1)
-    chosen = [0]
-    distance = torch.full((len(rows),), torch.inf, dtype=torch.float64)
-    while len(chosen) < min(count, len(rows)):
-        distance = torch.minimum(distance, (rows - rows[chosen[-1]]).square().sum(dim=1))
-        distance[chosen] = -1.0
-        chosen.append(int(distance.argmax()))
-    return candidates[chosen]
-
-
 def tsne(features: Tensor, seed: int) -> Tensor:
     """Embed the l2-normalised representations [n, d], n above 3, in the plane: float64 [n, 2].
 
@@ -80,35 +63,3 @@ def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
     """
     values = singular_values(F.normalize(features.detach().to(torch.float64), dim=1))[:top]
     return values.square().log().clamp(min=math.log(1e-12))
-
-
-def sphere_points(features: Tensor) -> Tensor:
-    """Project the l2-normalised representations onto their three main directions, and normalise them again.
-
-    FedU2's Figure 4 does not say how 512 dimensions become three. Here they are the first right singular vectors of the
-    normalised representations, without centring, as the sphere has its centre at 0. A collapse to a point stays a
-    point, and one to a direction becomes an arc. The first axis points at the middle of the cloud.
-
-    Return float64 [n, 3] of norm 1. Where d < 3 the last coordinates are 0. A row orthogonal to the directions is 0.
-    """
-    rows = F.normalize(features.detach().double(), dim=1)
-    directions = torch.linalg.svd(rows, full_matrices=False).Vh[:3]
-    points = rows @ directions.T
-    points = points * torch.where(points.mean(dim=0) < 0, -1.0, 1.0)
-    return F.normalize(F.pad(points, (0, 3 - points.shape[1])), dim=1)
-
-
-def sphere_coverage(points: Tensor, cells: int = 200) -> float:
-    """Return the share of the sphere's cells that hold a point, 0 to 1; a low one means much of the sphere is blank.
-
-    Each cell has the positions nearest to one point of a Fibonacci lattice; the cells' areas are equal to a few
-    percent. n points [n, 3] of norm 1 drawn uniformly reach about 1 - (1 - 1/cells)^n, so compare only figures with the
-    same n.
-    """
-    index = torch.arange(cells, dtype=torch.float64)
-    height = 1 - (2 * index + 1) / cells
-    angle = index * math.pi * (3 - math.sqrt(5))
-    radius = (1 - height.square()).sqrt()
-    lattice = torch.stack([radius * angle.cos(), radius * angle.sin(), height], dim=1)
-    nearest = (points.detach().cpu().double() @ lattice.T).argmax(dim=1)
-    return len(nearest.unique()) / cells

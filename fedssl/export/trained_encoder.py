@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..data.options import MOST_CHANNELS
 from ..data.pixels import Window
 from ..errors import UserError, explained
-from ..federation import MODEL, build_federation
+from ..federation import MODEL
 from ..models.encoders import build_encoder
 from ..models.stages import StagedEncoder
 from ..recipe.reading import load_stored_recipe
@@ -87,7 +87,7 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
                 f"client {owner} took part last in round {last} of {recipe.rounds}, and only local models of the last "
                 "round are kept: export the global model (--global) or another client's"
             )
-    shape = image_shape_of_run(path, recipe)
+    shape = image_shape_of_run(path)
     network = recipe.schedule.adapt(build_encoder(architecture, shape[0], shape[2], stem=recipe.model.stem))
     if isinstance(network, StagedEncoder):
         depth = recipe.schedule.plan(network.layers, max(number, 1), recipe.seed).depth
@@ -126,12 +126,9 @@ def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:
     return "0"
 
 
-def image_shape_of_run(path: Path, recipe: Recipe) -> tuple[int, int, int]:
-    """Return channels, height and width of a run's images. The data are read only if the run did not record them."""
+def image_shape_of_run(path: Path) -> tuple[int, int, int]:
+    """Return channels, height and width of a run's images."""
     file = path / IMAGE_SHAPE
-    if not file.is_file():  # a run of an earlier version
-        channels, height, width = build_federation(recipe).dataset.train_images.shape[1:]
-        return channels, height, width
     with explained(f"{file} cannot be read", "; expected channels, height and width"):
         values = json.loads(read_regular_file(file, MOST_JSON_BYTES))
         return checked_image_shape([values["channels"], values["height"], values["width"]])

@@ -27,7 +27,7 @@ class LocalUpdate(Part):
     @property
     def keeps_optimizer(self) -> bool:
         """Return whether a client's optimiser goes on from round to round; only if the client's weights do too."""
-        return False
+        return bool(getattr(self, "keep_optimizer", False))
 
     @abstractmethod
     def receive(self, local: LocalRound) -> AfterTraining | None:

@@ -24,9 +24,5 @@ class KeepOwn(LocalUpdate):
         False, description="whether momentum and moments last as long as the run, and not only for a round"
     )
 
-    @property
-    def keeps_optimizer(self) -> bool:
-        return self.keep_optimizer
-
     def receive(self, local: LocalRound) -> None:
         """Leave the model as it is."""

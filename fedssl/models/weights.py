@@ -33,7 +33,6 @@ class ModelOptions(Options):
         "7 to 13 times as long), large (the architecture's own, of 7x7 with max-pool), or auto: small for images of "
         "at most 64 pixels",
     )
-
     batch_statistics: Literal["trained", "kept"] = Field(
         "trained",
         description="what BatchNorm in the encoders normalises by in training: trained takes each batch's mean and "

@@ -49,7 +49,7 @@ class Objective(Part):
     @property
     def fresh_target(self) -> bool:
         """Return whether the target network starts every round as a copy of the online one, not only the first."""
-        return False
+        return bool(getattr(self, "fresh_target_each_round", False))
 
     @property
     def views(self) -> int:

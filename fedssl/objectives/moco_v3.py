@@ -36,10 +36,6 @@ class MoCoV3(Objective):
         True, description="whether the target network starts each round as a copy of the online one"
     )
 
-    @property
-    def fresh_target(self) -> bool:
-        return self.fresh_target_each_round
-
     def build(self, encoder: nn.Module, classes: int) -> Model:
         hidden, out = self.hidden_features, self.output_features
         online = {

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ..errors import UserError
 from ..options import shortened
-from ..schedules.layer_wise import LayerWise
 from ..training import learning_rate
 from .overrides import apply_override, flatten_keys
 from .reading import parse_recipe
@@ -68,13 +67,6 @@ def changed_recipe(file: Path, stored: Recipe, overrides: Sequence[str], done: i
             f"rounds={recipe.rounds} is fewer than before: {rounds_done(done)} of {stored.rounds}, and a run that goes "
             f"on can only get more: give more than {stored.rounds}, or leave rounds out"
         )
-    if recipe.rounds > stored.rounds and isinstance(stored.schedule, LayerWise):
-        raise UserError(
-            f"rounds={recipe.rounds} does not go with schedule {stored.schedule.name}: its stages of rounds_per_stage "
-            f"{stored.schedule.rounds_per_stage} have added all layers after {stored.rounds} rounds, and longer stages "
-            "would have changed the finished rounds: start a new run with a larger schedule.rounds_per_stage, or start "
-            "an end_to_end run from this one's encoder (fedssl export, model.weights)"
-        )
     before, after = (flatten_keys(one.model_dump(mode="json")) for one in (stored, recipe))
     keys = [key for key in after | before if before.get(key) != after.get(key)]
     return recipe, [Change(key, _text(before.get(key)), _text(after.get(key))) for key in keys]
@@ -90,14 +82,9 @@ def _text(value: object) -> str:
 
 
 def consequences(before: Recipe, after: Recipe, done: int) -> list[str]:
-    """Return a sentence on what depends on the number of rounds where it changes, and one if sums round differently."""
-    rounding = ["Another device rounds differently, so no result is equal bit for bit from here on."]
-    rounding *= before.device != after.device
-    if before.rounds == after.rounds:
-        return rounding
-    sentences = []
-    options = after.training
-    if options.learning_rate_schedule != "constant" and after.schedule.trains:
+    """Return a sentence on each thing that another number of rounds or another device changes besides them."""
+    sentences, options, more = [], after.training, before.rounds != after.rounds
+    if more and options.learning_rate_schedule != "constant" and after.schedule.trains:
         old, new = (learning_rate(options, done + 1, recipe.rounds) for recipe in (before, after))
         old = old if done < before.rounds else 0.0
         sentences.append(
@@ -105,19 +92,11 @@ def consequences(before: Recipe, after: Recipe, done: int) -> list[str]:
             f"{before.rounds} rounds it would be {old:.4g} there). A run of {after.rounds} rounds from the start would "
             "have had higher rates before, so this run will not equal it."
         )
-    else:
-        sentences.append(
-            f"The training of a round does not depend on the number of rounds here: what is trained equals a run of "
-            f"{after.rounds} rounds from the start."
-        )
-    if done == before.rounds:
-        sentences.append(
-            f"What is measured after the last round alone, such as linear accuracy, was measured after round {done}, "
-            f"stays in metrics.csv, and is measured again after round {after.rounds}."
-        )
-    if (privacy := after.flower.differential_privacy) is not None:
+    if more and (privacy := after.flower.differential_privacy) is not None:
         sentences.append(
             f"With differential privacy {privacy.name} each further round spends more of the clients' privacy, which "
             "epsilon in metrics.csv counts over all rounds."
         )
-    return sentences + rounding
+    if before.device != after.device:
+        sentences.append("Another device rounds differently, so no result is equal bit for bit from here on.")
+    return sentences

@@ -26,7 +26,8 @@ _GONE: dict[str, dict[str, Any]] = {
     "cka_alignment": {"statistics": "batch"},
     "representation_mean": {"bandwidth": 1.0, "send": "auto", "statistics": "running", "batch_size": 500},
     "orchestra_clusters": {"average_target": True},
-    "sliced_uniformity": {"tangent_spaces": None},
+    "sliced_uniformity": {"tangent_spaces": None, "scale": "released"},
+    "fine_tune": {"rand_augment": True},
 }
 
 
@@ -103,7 +104,10 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
 def _leave_out_gone(values: dict[str, Any]) -> None:
     """Remove the options that are gone where they have the value that now always holds; the checks refuse others."""
     values.pop("client_states", None)  # no result depended on it
-    mappings = [("training", values.get("training")), *((part["name"], part) for _, part in parts_in(values))]
+    evaluation = values.get("evaluation")
+    fine_tune = evaluation.get("fine_tune") if isinstance(evaluation, dict) else None
+    mappings = [("training", values.get("training")), ("fine_tune", fine_tune)]
+    mappings += [(part["name"], part) for _, part in parts_in(values)]
     for name, mapping in mappings:
         for option, still in _GONE.get(name, {}).items():
             if isinstance(mapping, dict) and mapping.get(option, ...) == still:

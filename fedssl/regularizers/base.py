@@ -28,7 +28,6 @@ class Regularizer(Part):
     needs_global_model: ClassVar[bool] = False
     #: whether it reads `LocalRound.previous`
     needs_previous_model: ClassVar[bool] = False
-
     #: whether it compares outputs of two views of each image
     needs_two_views: ClassVar[bool] = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -60,23 +60,18 @@ class SlicedUniformity(Regularizer):
     number of tangent spaces and draws one an image, so the 6 only divides. Unlike FUR the term matches all mass. Its
     BYOL loss is a sum over two directions and ours their mean, so beside `byol` the released weight is 0.005.
 
-    With `scale: mean` the distance depends neither on the batch nor on the width of the projections. It is about B (d -
-    1) / 6 times smaller than the released one: 10,900 times for B = 128 and d = 512.
+    So the term grows with the batch and the width of the projections: it is about B (d - 1) / 6 times the mean over the
+    tangent spaces along unit directions, 10,900 times for B = 128 and d = 512.
 
     Deviation: BYOL's and SimSiam's projections are l2-normalised here, as SimCLR's are in the released code. There the
     others are passed on as they are, and the logarithm of a vector off the sphere has no meaning. Logs
-    `sliced_distance`: the sum above, or the mean, as the mean over the views.
+    `sliced_distance`: the sum above, as the mean over the views.
     """
 
     needs_head: ClassVar[str | None] = "projector"
 
     weight: float = Field(0.01, ge=0, description="factor of the distances")
     directions: int = Field(6, ge=1, description="directions in each tangent space")
-    scale: Literal["released", "mean"] = Field(
-        "released",
-        description="released: a sum over the tangent spaces, divided by 6, along Gaussian directions; mean: their "
-        "mean, along unit directions",
-    )
 
     def start_round(self, local: LocalRound) -> StepLoss:
         generator = local.device_generator("sliced_uniformity")
@@ -87,11 +82,7 @@ class SlicedUniformity(Regularizer):
             samples = sphere_samples(rows, features, generator)
             base = sphere_samples(rows, features, generator)
             direction = torch.randn(rows, self.directions, features, generator=generator, device=generator.device)
-            if self.scale == "mean":
-                along_base = (direction * base.unsqueeze(1)).sum(-1, keepdim=True)
-                direction = F.normalize(direction - along_base * base.unsqueeze(1), dim=-1)
-            distances = sliced_distance(z, samples, base, direction)
-            view_distances = distances.mean(-1) if self.scale == "mean" else distances.sum(-1) / RELEASED_DIVISOR
+            view_distances = sliced_distance(z, samples, base, direction).sum(-1) / RELEASED_DIVISOR
             local.log("sliced_distance", view_distances.detach().mean())
             return self.weight * view_distances.sum()
 

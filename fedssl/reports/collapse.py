@@ -1,66 +1,40 @@
 """Collapse analysis of a run: how the representations of its global and local models fill their space.
 
-`collapse_of_run` analyses a run's last round and stores the result in the run's folder; `collapse_section` puts the
-analyses of several methods on a page. The charts are those of FedU2's Figures 3 and 4.
-
-RUN/collapse.json                      the analysis; it is written last, so the figures are complete if it exists
-RUN/figures/log_singular_values.png    the spectrum of the representations' covariance
-RUN/figures/sphere.png                 the representations on the unit sphere
+`collapse_of_run` analyses a run's last round, and `collapse_section` puts the analyses of several methods on a page.
+The chart is that of FedU2's Figure 3.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
-from pydantic import TypeAdapter
-from torch import Tensor
 
 from fedkernels import ViewKey
 
 from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
-from ..errors import UserError
 from ..evaluation.features import extract_features, require_measured_images
-from ..evaluation.metrics import LARGEST_FIGURE, alignment, effective_rank, uniformity
-from ..evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points
+from ..evaluation.metrics import alignment, effective_rank, uniformity
+from ..evaluation.projections import log_covariance_singular_values
 from ..federation import Federation, federation_of_run, require_same_data
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
-from ..run_folder.storage import make_folder, write_atomically
-from ..untrusted import plot_text, read_regular_file
 from .page import PageSection, PageTable, page_figure
-from .plots import MUTED, TEXT, class_colours, class_legend, draw_line, method_styles, name_lines, png_bytes, tidy
+from .plots import MUTED, TEXT, draw_line, method_styles, name_lines, tidy
 
 GLOBAL = "global"
-#: the version of the fields of `Collapse`, as stored
-FORMAT = 1
-_FILE = "collapse.json"
-_LARGEST_DIMENSION = 2**16  # of a stored analysis
 _TEST_IMAGES = 1000  # that are represented at most: enough for a picture
 _LOCAL_MODELS = 5
-_PANEL = 3.3  # inches
 _SINGULAR_VALUES_CAPTION = (
     "The 100 largest singular values of the covariance matrix, natural logarithm. A line that falls off early means "
     "dimensional collapse; the dashed one is what uniform points on the sphere have."
-)
-_SPHERE_CAPTION = (
-    "Representations projected onto their three main directions and onto the sphere again, coloured by class; points "
-    "on the far side are pale. The more of the sphere is blank, the worse the collapse. An encoder that ends in a ReLU "
-    "has no negative outputs, so even without collapse its points keep to one side."
 )
 
 
@@ -73,8 +47,6 @@ class Geometry:
     alignment: float  # of two views of each image by the recipe's augmentation; all others without augmentation
     uniformity: float
     effective_rank: float
-    sphere: list[list[float]]  # `sphere_points`, [images, 3]
-    coverage: float  # of the sphere, in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -85,10 +57,7 @@ class Collapse:
     client's own after its training in its last round, before the server aggregates.
     """
 
-    format: int  # `FORMAT` of the version that made the analysis
-    round: int  # the last committed round, after which the models are analysed
-    class_names: list[str]  # without labels one name for all images
-    labels: list[int]  # the class of each represented test image (training image, if there is no test set)
+    images: int  # the number of represented test images (training images, if there is no test set)
     models: dict[str, Geometry]
 
     @property
@@ -101,62 +70,20 @@ class Collapse:
 
 
 def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
-    """Return the collapse analysis of a run's last round; make and store it unless it is stored already.
+    """Return the collapse analysis of a run's last round; None if no round is finished.
 
-    It is None if no round is finished, and not stored in a read-only folder. For `trust` see `load_stored_recipe`.
+    For `trust` see `load_stored_recipe`.
 
     Raises:
         UserError: the run's data have changed or are no longer there, a state cannot be read, representations are not
             finite, or the recipe names code that is not trusted.
     """
     directory = RunDirectory.open(path)
-    checkpoint = directory.checkpoint
-    if checkpoint.round < 1 or not checkpoint.files:
+    if directory.checkpoint.round < 1 or not directory.checkpoint.files:
         return None
-    analysis = _read(path / _FILE)
-    if analysis is None or analysis.round != checkpoint.round:
-        federation = federation_of_run(directory, trust)
-        require_same_data(path, federation.data_digests())
-        analysis = analyse_collapse(federation, directory)
-        with suppress(UserError):
-            _write(analysis, path)
-    return analysis
-
-
-def _read(path: Path) -> Collapse | None:
-    """Return a stored analysis, which somebody else may have written; None if there is none of this format."""
-    try:
-        analysis = TypeAdapter(Collapse).validate_json(read_regular_file(path))
-    except (OSError, ValueError):
-        return None
-    return analysis if analysis.format == FORMAT and _can_be_drawn(analysis) else None
-
-
-def _can_be_drawn(analysis: Collapse) -> bool:
-    """Check that all lists have the lengths that the charts need, and that all figures are finite."""
-    images, classes = len(analysis.labels), len(analysis.class_names)
-    models, figures = analysis.models.values(), list[float]()
-    for one in models:
-        figures += [*chain(*one.sphere), *one.log_singular_values, one.alignment, one.uniformity, one.effective_rank]
-    return (
-        images > 0
-        and len(models) > 0
-        and all(0 <= label < classes for label in analysis.labels)
-        and all(re.fullmatch(r"global|[0-9]{1,9}", who) for who in analysis.models)
-        and all(0 < one.dimension <= _LARGEST_DIMENSION and one.log_singular_values for one in models)
-        and all(len(one.sphere) == images and all(len(point) == 3 for point in one.sphere) for one in models)
-        and all(abs(value) < LARGEST_FIGURE for value in figures)
-        and all(math.isfinite(one.coverage) for one in models)
-    )
-
-
-def _write(analysis: Collapse, path: Path) -> None:
-    folder = path / "figures"
-    make_folder(folder, within_run=True)
-    by_method = {path.name: analysis}
-    for name, draw in (("log_singular_values", draw_log_singular_values), ("sphere", draw_spheres)):
-        write_atomically(folder / f"{name}.png", png_bytes(draw(by_method)))
-    write_atomically(path / _FILE, json.dumps(asdict(analysis)).encode())
+    federation = federation_of_run(directory, trust)
+    require_same_data(path, federation.data_digests())
+    return analyse_collapse(federation, directory)
 
 
 def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
@@ -172,19 +99,14 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
     for who, model in _models(federation, directory):
         features = extract_features(model.encoder, images)
         first, second = (extract_features(model.encoder, view, lambda batch: batch) for view in views)
-        points = sphere_points(features)
-        singular_values = log_covariance_singular_values(features).tolist()
         models[who] = Geometry(
             dimension=features.shape[1],
-            log_singular_values=[round(value, 4) for value in singular_values],
+            log_singular_values=log_covariance_singular_values(features).tolist(),
             alignment=alignment(first, second),
             uniformity=uniformity(features),
             effective_rank=effective_rank(features),
-            sphere=_rounded(points),
-            coverage=sphere_coverage(points),
         )
-    labels = (data.test_labels[order] if data.labelled else torch.zeros_like(order)).tolist()
-    return Collapse(FORMAT, directory.checkpoint.round, list(data.counted_as), labels, models)
+    return Collapse(len(images), models)
 
 
 def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
@@ -207,10 +129,6 @@ def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[s
         yield str(index), federation.client(index, directory.client_state(index)).model
 
 
-def _rounded(points: Tensor) -> list[list[float]]:
-    return [[round(value, 3) for value in point] for point in points.tolist()]
-
-
 def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     """Draw the largest singular values of the covariance of the global and of the local models (FedU2, Figure 3).
 
@@ -223,7 +141,7 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     grid = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
     first = next(iter(analyses.values()))
     dimension = next(iter(first.models.values())).dimension
-    uniform = torch.randn(len(first.labels), dimension, generator=torch.Generator().manual_seed(0))
+    uniform = torch.randn(first.images, dimension, generator=torch.Generator().manual_seed(0))
     reference = log_covariance_singular_values(uniform).numpy()
     for axes, title in zip(grid, titles, strict=True):
         for label, analysis in analyses.items():
@@ -244,60 +162,6 @@ def draw_log_singular_values(analyses: Mapping[str, Collapse]) -> Figure:
     return figure
 
 
-def draw_spheres(analyses: Mapping[str, Collapse]) -> Figure:
-    """Draw the representations on the unit sphere (FedU2, Figure 4): the more of it is blank, the worse the collapse.
-
-    Each method has two: the global model's and a local one's, or two local models' if there is no global one. From four
-    methods on, a row holds two. A sphere is seen from the side of the points' middle; points on its far side are pale.
-    """
-    shown = {label: list(analysis.models)[:2] for label, analysis in analyses.items()}
-    width = max(map(len, shown.values()))
-    beside = 1 if len(analyses) <= 3 else 2
-    rows = -(-len(analyses) // beside)
-    figure = Figure(figsize=(_PANEL * width * beside + 1.9, _PANEL * rows + 0.25), layout="constrained")
-    grid = figure.subplots(rows, width * beside, squeeze=False).reshape(-1, width)
-    for line, (label, analysis) in zip(grid, analyses.items(), strict=False):
-        colours = class_colours(len(analysis.class_names))[analysis.labels]
-        for axes, who in zip(line, shown[label], strict=False):
-            _draw_sphere(axes, np.array(analysis.models[who].sphere), colours)
-            model = f"client {who}" if who.isdigit() else f"{who} model"
-            axes.set_title(f"{model}: {100 * analysis.models[who].coverage:.0f} % covered", fontsize=11, color=TEXT)
-        if len(analyses) > 1:
-            look = {"rotation": 90, "ha": "center", "va": "center", "size": 12, "weight": "bold", "color": TEXT}
-            line[0].text(-1.25, 0, plot_text(label), **look)
-    for axes in grid.ravel():
-        if not axes.has_data():
-            axes.set_axis_off()
-    class_legend(figure, next(iter(analyses.values())).class_names)
-    return figure
-
-
-def _draw_sphere(axes: Axes, points: NDArray[np.float64], colours: NDArray[np.float64]) -> None:
-    """Draw a sphere seen from the first axis, on which the points' middle lies; only the grid is tilted."""
-    axes.set_axis_off()
-    axes.set(aspect="equal", xlim=(-1.06, 1.06), ylim=(-1.06, 1.06))
-    circle = np.linspace(0, 2 * np.pi, 241)
-    axes.fill(np.cos(circle), np.sin(circle), facecolor="#F7F7F7", edgecolor="#999999", lw=1.0)
-    for line in _graticule(circle):
-        towards, right, up = line.T
-        axes.plot(right, np.where(towards >= 0, up, np.nan), color="#D8D8D8", lw=0.7, zorder=1.5)
-    far = points[:, 0] < 0
-    axes.scatter(points[far, 1], points[far, 2], s=7, c=colours[far], alpha=0.18, lw=0, zorder=2)
-    axes.scatter(points[~far, 1], points[~far, 2], s=9, c=colours[~far], alpha=0.85, lw=0, zorder=3)
-
-
-def _graticule(circle: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """Return lines of latitude and longitude every 30 degrees, [241, 3] each: towards the eye, to the right, up."""
-    lines, x, y = [], np.cos(circle), np.sin(circle)
-    for angle in np.deg2rad((-60, -30, 0, 30, 60)):
-        lines.append(np.stack([np.cos(angle) * x, np.cos(angle) * y, np.full_like(circle, np.sin(angle))], axis=1))
-    for angle in np.deg2rad(range(0, 180, 30)):
-        lines.append(np.stack([x * np.cos(angle), x * np.sin(angle), y], axis=1))
-    tilt = np.deg2rad(22.0)
-    turn = np.array([[np.cos(tilt), 0, -np.sin(tilt)], [0, 1, 0], [np.sin(tilt), 0, np.cos(tilt)]])
-    return [line @ turn for line in lines]
-
-
 def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | None:
     """Return the report's section about the methods' analyses, or the reasons why there are none; None without any."""
     if not analyses:
@@ -306,13 +170,10 @@ def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | No
     warnings = [f"{name}: no collapse analysis: {why}" for name, why in analyses.items() if isinstance(why, str)]
     if not shown:
         return PageSection(warnings)
-    singular_values, spheres = draw_log_singular_values(shown), draw_spheres(shown)
-    figures = [
-        page_figure(singular_values, "Log singular values of the covariance", _SINGULAR_VALUES_CAPTION),
-        page_figure(spheres, "Representations on the sphere", _SPHERE_CAPTION, png=True),
-    ]
-    images = ", ".join(dict.fromkeys(str(len(analysis.labels)) for analysis in shown.values()))
-    return PageSection(warnings, figures, _table(shown), images)
+    singular_values = draw_log_singular_values(shown)
+    figure = page_figure(singular_values, "Log singular values of the covariance", _SINGULAR_VALUES_CAPTION)
+    images = ", ".join(dict.fromkeys(str(analysis.images) for analysis in shown.values()))
+    return PageSection(warnings, [figure], _table(shown), images)
 
 
 def _table(analyses: Mapping[str, Collapse]) -> PageTable:
@@ -326,8 +187,7 @@ def _table(analyses: Mapping[str, Collapse]) -> PageTable:
                     f"{fmean(one.alignment for one in geometries):.3f}",
                     f"{fmean(one.uniformity for one in geometries):.2f}",
                     f"{fmean(one.effective_rank for one in geometries):.1f}",
-                    f"{fmean(100 * one.coverage for one in geometries):.0f}",
                 )
                 rows.append((name, model, *cells))
-    header = ("method", "model", "alignment", "uniformity", "effective rank", "sphere covered (%)")
+    header = ("method", "model", "alignment", "uniformity", "effective rank")
     return PageTable(header, rows, text_columns=2)

@@ -1,18 +1,13 @@
 """Two pictures of a run's images as its encoder sees them: nearest neighbours, and a map. They need no labels.
 
-RUN/image_pictures.json      a description; it is written last, so the pictures are complete if it exists
-RUN/figures/neighbours.png   some images, each with its nearest neighbours
-RUN/figures/image_map.png    a t-SNE of the representations, each image drawn at its place
-
 `image_pictures_of_run` draws them, and `image_section` puts those of several methods on a page. Both hold images of the
 run's data, so everybody who gets the report sees them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,26 +15,19 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..data.stored_images import Images, images_of_rows
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.features import extract_features, require_measured_images
-from ..evaluation.projections import grid_cells, nearest_images, spread_queries, tsne
-from ..federation import Federation, federation_of_run, require_same_data
+from ..evaluation.projections import grid_cells, nearest_images, tsne
+from ..federation import federation_of_run, require_same_data
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
-from ..run_folder.storage import make_folder, write_atomically
-from ..untrusted import read_regular_file
-from .page import PageSection, embedded_image
-from .plots import MOST_NAMED_CLASSES, MUTED, TEXT, class_colours, class_legend, png_bytes
+from .page import PageSection, page_figure
+from .plots import MOST_NAMED_CLASSES, MUTED, TEXT, class_colours, class_legend
 
-#: the version of the pictures and of the fields of `ImagePictures`, as stored
-FORMAT = 1
-_FILE = "image_pictures.json"
-_MOST_BYTES = 10_000  # of a stored description
 _SEARCHED, _ON_THE_MAP = 1000, 400  # images
 _QUERIES, _NEIGHBOURS = 8, 9
 _CELLS_PER_IMAGE = 2.2  # of the map: free cells leave the groups apart
@@ -48,50 +36,35 @@ _FRAME = 2  # pixels around an image on the map
 _SAME, _OTHER = "#009E73", "#D55E00"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImagePictures:
-    """A description of the two pictures."""
+    """The two pictures, and what they show."""
 
-    format: int  # `FORMAT` of the version that drew them
     round: int  # after which the model has represented the images
     model: str  # `global`, or the number of the client whose model it is
     source: str  # `test` or `training` images
     searched: int  # the number of images in which the neighbours are searched
     mapped: int  # the number of images on the map
     same_class: float | None  # the share of shown neighbours that have their query's class; None without labels
-
-    @staticmethod
-    def files(run: Path) -> tuple[Path, Path]:
-        """Return the pictures' files in a run's folder: the neighbours and the map."""
-        return run / "figures" / "neighbours.png", run / "figures" / "image_map.png"
+    neighbours: Figure
+    image_map: Figure
 
 
 def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | None:
-    """Return a description of the pictures of a run's last round; draw and store them unless they are stored already.
+    """Draw the pictures of a run's last round; None if no round is finished, or there are too few images.
 
-    The result is None if no round is finished, or there are too few images. For `trust` see `load_stored_recipe`.
+    For `trust` see `load_stored_recipe`.
 
     Raises:
         UserError: the run's data have changed, its data or its clients' models are not here, representations are not
-            finite, the recipe names code that is not trusted, or the files cannot be written.
+            finite, or the recipe names code that is not trusted.
     """
     directory = RunDirectory.open(path)
     if directory.checkpoint.round < 1 or not directory.checkpoint.files:
         return None
-    try:
-        stored = TypeAdapter(ImagePictures).validate_json(read_regular_file(path / _FILE, _MOST_BYTES))
-        complete = stored.format == FORMAT and all(file.is_file() for file in ImagePictures.files(path))
-        if complete and stored.round == directory.checkpoint.round:
-            return stored
-    except (OSError, ValueError):  # there is none of this format; pydantic's error is a ValueError
-        pass
     federation = federation_of_run(directory, trust)
     require_same_data(path, federation.data_digests())
-    return _draw(federation, directory)
-
-
-def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | None:
-    dataset, seed, path = federation.dataset, federation.recipe.seed, directory.path
+    dataset, seed = federation.dataset, federation.recipe.seed
     require_measured_images(dataset)
     has_test_images = len(dataset.test_images) > 0
     generator = generator_for(seed, "pictures", "images")
@@ -102,21 +75,20 @@ def _draw(federation: Federation, directory: RunDirectory) -> ImagePictures | No
     labels = dataset.test_labels[order] if has_test_images and dataset.labelled else None
     who, model = next(models_to_evaluate(federation, directory.server_state(), directory.client_state))
     features = extract_features(model.encoder, images)
-    queries = spread_queries(features, _QUERIES, generator_for(seed, "pictures", "queries"))
+    queries = torch.arange(min(_QUERIES, len(images)))  # whose order is drawn
     nearest, similarity = nearest_images(features, queries, _NEIGHBOURS)
     points = tsne(features[:_ON_THE_MAP], seed_for(seed, "pictures", "map"))
-
-    make_folder(path / "figures", within_run=True)
-    sheet = draw_neighbours(images, queries, nearest, similarity, labels)
     few_classes = 1 < len(dataset.class_names) <= MOST_NAMED_CLASSES
-    image_map = draw_map(images, points, labels if few_classes else None, dataset.class_names)
-    for file, figure in zip(ImagePictures.files(path), (sheet, image_map), strict=True):
-        write_atomically(file, png_bytes(figure))
-    source = "test" if has_test_images else "training"
-    same_class = None if labels is None else float((labels[nearest] == labels[queries][:, None]).double().mean())
-    pictures = ImagePictures(FORMAT, directory.checkpoint.round, who, source, len(images), len(points), same_class)
-    write_atomically(path / _FILE, json.dumps(asdict(pictures)).encode())
-    return pictures
+    return ImagePictures(
+        round=directory.checkpoint.round,
+        model=who,
+        source="test" if has_test_images else "training",
+        searched=len(images),
+        mapped=len(points),
+        same_class=None if labels is None else float((labels[nearest] == labels[queries][:, None]).double().mean()),
+        neighbours=draw_neighbours(images, queries, nearest, similarity, labels),
+        image_map=draw_map(images, points, labels if few_classes else None, dataset.class_names),
+    )
 
 
 def draw_neighbours(
@@ -198,20 +170,15 @@ def thumbnails(images: Images, rows: Tensor) -> NDArray[np.uint8]:
     return array[..., 0] if array.shape[-1] == 1 else array
 
 
-#: by method: a run's folder and the description of its pictures, or the reason why there are none
-PicturesByMethod = Mapping[str, tuple[Path, ImagePictures] | str]
-
-
-def image_section(pictures: PicturesByMethod) -> PageSection | None:
-    """Return the report's section with two pictures for each method; None if `pictures` is empty."""
+def image_section(pictures: Mapping[str, ImagePictures | str]) -> PageSection | None:
+    """Return the report's section with two pictures for each method, or why there are none; None if it is empty."""
     if not pictures:
         return None
     warnings, figures = [], []
-    for name, shown in pictures.items():
-        if isinstance(shown, str):
-            warnings.append(f"{name}: no pictures of images: {shown}")
+    for name, about in pictures.items():
+        if isinstance(about, str):
+            warnings.append(f"{name}: no pictures of images: {about}")
             continue
-        path, about = shown
         who = "the global model" if about.model == "global" else f"client {about.model}'s model"
         neighbours = (
             f"Each row: one image, and those of {about.searched} {about.source} images whose representations lie "
@@ -225,8 +192,10 @@ def image_section(pictures: PicturesByMethod) -> PageSection | None:
             f"t-SNE of {about.mapped} {about.source} images. Images that lie together look alike to the encoder; each "
             "is moved to the nearest free place. Distances between groups mean nothing."
         )
-        titles_and_texts = ((f"Nearest neighbours: {name}", neighbours), (f"Map of images: {name}", image_map))
-        for file, (title, text) in zip(ImagePictures.files(path), titles_and_texts, strict=True):
+        for figure, title, text in (
+            (about.neighbours, f"Nearest neighbours: {name}", neighbours),
+            (about.image_map, f"Map of images: {name}", image_map),
+        ):
             caption = f"{name}, {who} after round {about.round}. {text}"
-            figures.append(embedded_image("png", read_regular_file(file), title, caption))
+            figures.append(page_figure(figure, title, caption, png=True))
     return PageSection(warnings, figures)

@@ -20,7 +20,7 @@ from ..run_folder.storage import make_folder, require_file_name, write_atomicall
 from ..untrusted import printable, quoted
 from .collapse import Collapse, collapse_of_run, collapse_section
 from .cost import format_bytes, format_flops
-from .images import ImagePictures, PicturesByMethod, image_pictures_of_run, image_section
+from .images import ImagePictures, image_pictures_of_run, image_section
 from .page import PageFigure, PageTable, page_figure, render_page
 from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectrum, method_styles
 
@@ -82,13 +82,8 @@ def write_report(
         raise UserError(f"{which} no finished round to report on yet: fedssl run --resume {quoted(folders[0])}")
     path = Path(output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     require_file_name(path)
-
-    def pictures_of_run(run: Path, trust: bool) -> tuple[Path, ImagePictures] | None:
-        pictures = image_pictures_of_run(run, trust)
-        return None if pictures is None else (run, pictures)
-
     analyses = _of_first_finished(records, collapse_of_run, trust) if collapse else {}
-    pictures = _of_first_finished(records, pictures_of_run, trust) if images else {}
+    pictures = _of_first_finished(records, image_pictures_of_run, trust) if images else {}
     make_folder(path.absolute().parent)
     write_atomically(path, build_report(records, analyses, pictures).encode())
     return path
@@ -111,7 +106,9 @@ def _of_first_finished(
 
 
 def build_report(
-    runs: Sequence[Run], analyses: Mapping[str, Collapse | str] | None = None, pictures: PicturesByMethod | None = None
+    runs: Sequence[Run],
+    analyses: Mapping[str, Collapse | str] | None = None,
+    pictures: Mapping[str, ImagePictures | str] | None = None,
 ) -> str:
     """Return the page's HTML; `analyses` and `pictures` hold results by method, or the reasons why there are none."""
     methods: dict[str, list[Run]] = {}

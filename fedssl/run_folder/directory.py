@@ -177,8 +177,7 @@ class RunDirectory:
 
     def client_round(self, index: int) -> int | None:
         """Return the round of a client's last committed state; None if it has not taken part yet."""
-        name = self.checkpoint.files.get(_client_owner(index))
-        return _round_of_file(name) if name else None
+        return self.client_rounds.get(index)
 
     def client_rounds_kept(self, index: int) -> list[int]:
         """Return the rounds of a client's states to which the run may return, its last one among them."""

@@ -277,13 +277,6 @@ def read_message(path: Path) -> Message:
         tensors = {name: tensor.clone() for name, tensor in load_tensors(data).items()}
         length = int.from_bytes(data[:8], "little")
         fields = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
-        numbers: dict[str, float] = {}
-        metrics: dict[str, float] = {}
-        for name, value in fields["numbers"].items():
-            if name.startswith("metric/"):  # states of earlier versions hold metrics as numbers
-                metrics[name.removeprefix("metric/")] = value
-            else:
-                numbers[name] = value
-        return Message(tensors, numbers, fields["config"], metrics | fields.get("metrics", {}))
+        return Message(tensors, fields["numbers"], fields["config"], fields["metrics"])
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a checkpoint: {printable(str(error))}") from error

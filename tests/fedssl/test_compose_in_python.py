@@ -120,7 +120,7 @@ def test_a_class_from_a_notebooks_cell_runs_and_resumes_in_its_process_alone(tmp
         with pytest.raises(fedssl.UserError, match=refusal):
             fedssl.resume(tmp_path / "run")
     with pytest.raises(fedssl.UserError, match="class Cell was defined in a notebook or a script, which other"):
-        fedssl.resume(tmp_path / "run", clients_parallel=2)
+        fedssl.resume(tmp_path / "run", ["clients_parallel=2"])
     resumed = fedssl.resume(tmp_path / "run")
     assert resumed.finished
     assert resumed.values == fedssl.run(recipe, tmp_path / "whole").values

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import of_the_build
+from tests import of_the_build, size
 from tests.conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,3 +112,11 @@ def test_failed_installation_is_tried_again(tmp_path: Path) -> None:
     again = make(tmp_path, "test")
     assert again.returncode == 0
     assert "pip install" in again.stdout
+
+
+def test_the_lines_of_a_file_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        '"""What\nit is."""\n\n# why\nTEXT = """\n\n"""\n\n\ndef f():\n    """Do."""\n    return (\n        1\n    )\n'
+    )
+    assert size.counted(file) == (14, 7, 3)

@@ -196,7 +196,7 @@ def test_other_refusals(tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     assert list_files(tmp_path, False)[0] == [tmp_path / "a.png"]  # beside images an array is no image
     tuned = five(tmp_path, random_pixels(30, 8, 8, 5)) | {"evaluation": {"fine_tune": {}}}
-    with pytest.raises(UserError, match=r"the images have 5: set evaluation\.fine_tune\.rand_augment=false"):
+    with pytest.raises(UserError, match=r"the images have 5: set evaluation\.fine_tune\.augmentation=none"):
         build_federation(parse_recipe(tiny_values(**AVERAGED, **tuned)))
     assert parse_window("[0,1],[2,3]") == ((0, 1), (2, 3))
 

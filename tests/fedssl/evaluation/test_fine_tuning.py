@@ -94,7 +94,7 @@ def test_a_warm_up_that_is_not_shorter_than_the_training_is_refused():
 
 
 def test_the_learning_rate_rises_for_ten_epochs_and_falls_as_a_cosine():
-    options = FineTuneOptions()
+    options = FineTuneOptions().tuning()
     factors = [learning_rate_factor(step, 3, options.epochs, options.warmup_epochs) for step in range(120)]
     assert factors[:3] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
     assert factors[29] == factors[30] == 1.0
@@ -223,7 +223,7 @@ def test_scores_by_hand():
 
 
 def test_it_learns_from_the_split_that_is_named(encoder):
-    options = FineTuneOptions(epochs=12, warmup_epochs=2, batch_size=32, learning_rate=0.02, rand_augment=False)
+    options = FineTuneOptions(epochs=12, warmup_epochs=2, batch_size=32, learning_rate=0.02, augmentation="none")
     right = fine_tuned_scores(encoder, quarters(), options.model_copy(update={"images": "validation"}), 0)
     wrong = fine_tuned_scores(encoder, quarters(), options, 0)
     assert right["accuracy"] > 85
@@ -237,7 +237,7 @@ def test_the_seed_and_the_augmentation_alone_decide(encoder):
         torch.manual_seed(global_seed)
         scores.append(fine_tuned_scores(encoder, quarters(), options, seed))
     assert scores[0] == scores[1] != scores[2]
-    plain = options.model_copy(update={"rand_augment": False})
+    plain = options.model_copy(update={"augmentation": "none"})
     assert fine_tuned_scores(encoder, quarters(), plain, 0) != scores[0]
 
 

@@ -25,7 +25,7 @@ from fedssl.evaluation.metrics import (
     singular_values,
     uniformity,
 )
-from fedssl.evaluation.projections import log_covariance_singular_values, sphere_coverage, sphere_points, tsne
+from fedssl.evaluation.projections import log_covariance_singular_values, tsne
 from tests.fedssl.evaluation.conftest import blobs
 
 
@@ -215,33 +215,6 @@ def test_log_singular_values_of_the_covariance_by_hand():
     found = log_covariance_singular_values(points)
     assert found.tolist() == pytest.approx([math.log(0.5), math.log(0.5), math.log(1e-12)])
     assert log_covariance_singular_values(points, top=1).tolist() == pytest.approx([math.log(0.5)])
-
-
-def test_a_point_and_an_arc_stay_what_they_are():
-    one = torch.tensor([[3.0, 4, 0, 0, 0], [6, 8, 0, 0, 0]])
-    torch.testing.assert_close(sphere_points(one), torch.tensor([[1.0, 0, 0]] * 2, dtype=torch.float64))
-    angle = torch.linspace(-0.6, 0.6, 30, dtype=torch.float64)
-    plane = torch.linalg.qr(normal(7, 2).double()).Q
-    points = sphere_points(2.5 * torch.stack([angle.cos(), angle.sin()], dim=1) @ plane.T)
-    torch.testing.assert_close(points[:, 2], torch.zeros(30, dtype=torch.float64), atol=1e-7, rtol=0)
-    torch.testing.assert_close(points[:, 0], angle.cos())
-    torch.testing.assert_close(points[:, 1].abs(), angle.sin().abs())
-
-
-def test_the_first_axis_points_at_the_middle_whatever_the_dimension():
-    features = normal(50, 1) + 5
-    assert sphere_points(features).tolist() == [[1.0, 0.0, 0.0]] * 50
-    assert sphere_points(-features).tolist() == [[1.0, 0.0, 0.0]] * 50
-    # a row without a direction is zero
-    assert sphere_points(torch.tensor([[0.0, 0], [1, 0]])).tolist() == [[0, 0, 0], [1, 0, 0]]
-
-
-def test_coverage_of_a_point_a_half_and_all():
-    assert sphere_coverage(torch.tensor([[0.0, 0, 1]] * 5)) == 1 / 200
-    points = torch.nn.functional.normalize(normal(5000, 3), dim=1)
-    assert sphere_coverage(points) == 1.0
-    half = points[points[:, 2] > 0]
-    assert sphere_coverage(half) == pytest.approx(0.5, abs=0.1)  # cells on the equator count whole
 
 
 def test_tsne_puts_alike_near_alike_and_repeats():

@@ -1,26 +1,20 @@
-"""The collapse analysis of runs: which models it looks at, that it is stored, and how it is shown."""
+"""The collapse analysis of runs: which models it looks at, and how it is shown."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedssl.evaluation.features import extract_features
 from fedssl.evaluation.metrics import effective_rank
 from fedssl.federation import build_federation
-from fedssl.reports import collapse
 from fedssl.reports.collapse import (
     Collapse,
     Geometry,
     collapse_of_run,
     draw_log_singular_values,
-    draw_spheres,
 )
 from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
@@ -31,11 +25,9 @@ SAMPLED = {"clients_per_round": 2}
 
 
 @pytest.fixture(scope="module")
-def averaged(tiny, finished, tmp_path_factory) -> Path:
+def averaged(tiny, finished) -> Path:
     """A finished run with a global model and three clients, of whom each round trains two."""
-    path = tmp_path_factory.mktemp("averaged") / "run"
-    shutil.copytree(finished(tiny(**AVERAGED, **SAMPLED)), path)
-    return path
+    return finished(tiny(**AVERAGED, **SAMPLED))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +39,7 @@ def test_the_global_model_and_the_latest_local_models_are_looked_at(tiny, averag
     """The numbers are those of the stored models."""
     federation, directory = build_federation(tiny(**AVERAGED, **SAMPLED)), RunDirectory.open(averaged)
     images = federation.dataset.test_images
-    assert len(analysed.labels) == len(images)
+    assert analysed.images == len(images)
     shared, *local = analysed.models
     assert shared == "global"
     # those of the last round first, drawn by the run's seed
@@ -62,63 +54,13 @@ def test_the_global_model_and_the_latest_local_models_are_looked_at(tiny, averag
     assert logged[2, "global", "effective_rank"] == pytest.approx(analysed.models["global"].effective_rank, rel=1e-6)
 
 
-def test_it_is_stored_and_read_again(averaged, analysed, monkeypatch):
-    names = ["log_singular_values.png", "sphere.png"]
-    assert sorted(file.name for file in (averaged / "figures").iterdir()) == names
-    for name in names:
-        assert (averaged / "figures" / name).read_bytes().startswith(b"\x89PNG")
-    assert json.loads((averaged / "collapse.json").read_text())["round"] == 2
-    monkeypatch.setattr(collapse, "analyse_collapse", None)
-    assert collapse_of_run(averaged) == analysed
-
-
-def changed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The stored values with another one at a dotted path."""
-    values = json.loads(json.dumps(values))
-    *keys, last = path.split(".")
-    target = values
-    for key in keys:
-        target = target[key]
-    target[last] = value
-    return values
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("", "{}"),
-        ("format", 0),
-        ("round", 1),
-        ("labels", [99]),
-        ("class_names", []),
-        ("models", {}),
-        ("models.global.sphere", [[0.0, 0.0]]),
-        ("models.global.dimension", 10**12),
-        ("models.global.alignment", float("nan")),
-        ("models.global.log_singular_values", []),
-        ("models.\x1b[2J", {}),
-    ],
-)
-def test_what_is_stored_and_no_analysis_that_can_be_drawn_is_made_anew(path, value, averaged, analysed, monkeypatch):
-    stored = averaged / "collapse.json"
-    text = stored.read_text()
-    monkeypatch.setattr(collapse, "analyse_collapse", lambda *_: "made anew")  # takes seconds
-    monkeypatch.setattr(collapse, "_write", lambda *_: None)
-    stored.write_text(json.dumps(changed(asdict(analysed), path, value)) if path else value)
-    made = collapse_of_run(averaged)
-    stored.write_text(text)
-    assert made == "made anew"
-
-
 def test_a_method_without_a_global_model_shows_its_clients_and_a_run_that_has_not_begun_nothing(
     tiny, finished, tmp_path
 ):
     assert collapse_of_run(RunDirectory.create(tmp_path / "new", {"recipe.yaml": tiny().to_yaml()}).path) is None
-    shutil.copytree(finished(tiny()), tmp_path / "run")
-    found = collapse_of_run(tmp_path / "run")
+    found = collapse_of_run(finished(tiny()))
     assert found.shared is None
     assert sorted(found.models) == ["0", "1", "2"]
-    assert {file.name for file in (tmp_path / "run" / "figures").iterdir()} == {"log_singular_values.png", "sphere.png"}
 
 
 def test_the_report_shows_it(averaged, analysed, tmp_path):
@@ -126,7 +68,7 @@ def test_the_report_shows_it(averaged, analysed, tmp_path):
     rows = page.table("method", "model", "alignment")
     assert [row[1] for row in rows] == ["global model", f"mean of {len(analysed.local)} local models"]
     one, local = analysed.models["global"], analysed.local
-    measures = f"{one.alignment:.3f} {one.uniformity:.2f} {one.effective_rank:.1f} {100 * one.coverage:.0f}"
+    measures = f"{one.alignment:.3f} {one.uniformity:.2f} {one.effective_rank:.1f}"
     assert rows[0][2:] == measures.split()
     assert rows[1][2] == f"{sum(one.alignment for one in local) / len(local):.3f}"
     assert "Collapse of the representations" in page.text
@@ -135,17 +77,17 @@ def test_the_report_shows_it(averaged, analysed, tmp_path):
 # Charts
 
 
-def geometry(spectrum: list[float], points: list[list[float]]) -> Geometry:
-    return Geometry(4, spectrum, 0.1, -1.0, 2.0, points, 0.25)
+def geometry(spectrum: list[float]) -> Geometry:
+    return Geometry(4, spectrum, 0.1, -1.0, 2.0)
 
 
 def made_up(**models: Geometry) -> Collapse:
     shown = {who.removeprefix("client"): one for who, one in models.items()}
-    return Collapse(1, 2, ["cat", "dog"], [0, 1], shown)
+    return Collapse(2, shown)
 
 
 def test_singular_values_stand_as_they_are_and_local_ones_as_their_mean():
-    shared, *local = (geometry(values, []) for values in ([-1.0, -2], [-1.0, -3], [-3.0, -4, -5]))
+    shared, *local = (geometry(values) for values in ([-1.0, -2], [-1.0, -3], [-3.0, -4, -5]))
     found = made_up(**{"global": shared, "client0": local[0], "client4": local[1]})
     left, right = draw_log_singular_values({"ours": found}).axes
     assert left.get_title(loc="left") == "global model"
@@ -153,26 +95,3 @@ def test_singular_values_stand_as_they_are_and_local_ones_as_their_mean():
     assert right.lines[0].get_xydata().tolist() == [[1, -2], [2, -3.5]]
     # the reference: 2 points in 4 dimensions have one direction of variance at most
     assert left.lines[1].get_ydata()[-1] == pytest.approx(math.log(1e-12))
-
-
-def test_the_sphere_shows_the_near_and_the_far_side():
-    near, far = [1.0, 0.0, 0.0], [-0.6, 0.8, 0.0]
-    found = made_up(**{"global": geometry([-1.0], [near, far]), "client0": geometry([-1.0], [near, near])})
-    figure = draw_spheres({"ours": found, "none": made_up(client3=geometry([-1.0], [near, far]))})
-    first, *_, empty = figure.axes
-    titles = [f"{model}: 25 % covered" for model in ("global model", "client 0", "client 3")]
-    assert [axes.get_title() for axes in figure.axes] == [*titles, ""]
-    assert not empty.collections
-    pale, strong = first.collections
-    assert pale.get_offsets().tolist() == [[0.8, 0.0]]
-    assert strong.get_offsets().tolist() == [[0.0, 0.0]]
-    assert pale.get_alpha() < strong.get_alpha()
-
-
-@pytest.mark.parametrize("classes", [15, 100])
-def test_pictures_of_any_number_of_classes_can_be_drawn(classes):
-    one = geometry([-1.0, -2], [[1.0, 0.0, 0.0]] * classes)
-    names = [f"class {index}" for index in range(classes)]
-    alone = Collapse(1, 2, names, list(range(classes)), {"global": one})  # its clients are elsewhere
-    for figure in (draw_spheres({"a": alone}), draw_log_singular_values({"a": alone})):
-        figure.draw_without_rendering()

@@ -1,11 +1,8 @@
-"""Charts of runs; the nearest-neighbour sheet and the map of images: what is near is drawn near, once."""
+"""Charts of runs; the nearest-neighbour sheet and the map of images: what is near is drawn near."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import json
-import shutil
 
 import numpy as np
 import pytest
@@ -13,9 +10,9 @@ import torch
 from PIL import Image
 
 from fedssl.engines import in_process
-from fedssl.evaluation.projections import grid_cells, nearest_images, spread_queries
+from fedssl.evaluation.projections import grid_cells, nearest_images
 from fedssl.reports import images
-from fedssl.reports.images import ImagePictures, draw_map, draw_neighbours, image_pictures_of_run, thumbnails
+from fedssl.reports.images import draw_map, draw_neighbours, image_pictures_of_run, thumbnails
 from fedssl.reports.plots import Bar, draw_bars, draw_curves, draw_spectrum, method_styles, png_bytes
 from fedssl.reports.report import write_report
 from tests.fedssl.conftest import AVERAGED
@@ -66,15 +63,6 @@ def test_nearest_by_cosine_and_never_itself():
     assert nearest_images(features, torch.tensor([0]), 9)[0].shape == (1, 4)
 
 
-def test_queries_are_unlike_each_other():
-    groups = torch.eye(6).repeat_interleave(40, dim=0) + 0.01 * torch.rand(240, 6)
-    for seed in range(5):
-        chosen = spread_queries(groups, 6, torch.Generator().manual_seed(seed))
-        assert sorted((chosen // 40).tolist()) == list(range(6))
-    assert sorted(spread_queries(groups[:3], 9, torch.Generator()).tolist()) == [0, 1, 2]
-    assert len(set(spread_queries(torch.zeros(20, 3), 8, torch.Generator()).tolist())) == 8
-
-
 def test_no_two_images_take_one_place_and_far_ones_stay_apart():
     points = torch.cat([torch.zeros(20, 2), torch.full((20, 2), 100.0)])
     cells = grid_cells(points, 10)
@@ -120,31 +108,12 @@ def few_neighbours(monkeypatch):
     monkeypatch.setattr(images, "_NEIGHBOURS", 3)
 
 
-def test_a_run_is_drawn_once_and_again_where_a_file_is_missing_or_none_of_it(
-    tiny, finished, few_neighbours, tmp_path, monkeypatch
-):
-    path = tmp_path / "run"
-    shutil.copytree(finished(tiny(**AVERAGED)), path)
-    pictures = image_pictures_of_run(path)
+def test_a_run_is_drawn_with_its_global_model(tiny, finished, few_neighbours):
+    pictures = image_pictures_of_run(finished(tiny(**AVERAGED)))
     assert pictures is not None
     assert (pictures.model, pictures.source, pictures.searched, pictures.mapped) == ("global", "test", 60, 60)
     assert pictures.same_class is not None
     assert 0 <= pictures.same_class <= 1
-    files = ImagePictures.files(path)
-    before = [file.read_bytes() for file in files]
-    with monkeypatch.context() as patch:
-        patch.setattr(images, "federation_of_run", lambda *_: pytest.fail("the stored pictures are there"))
-        assert image_pictures_of_run(path) == pictures
-    files[0].unlink()
-    assert image_pictures_of_run(path) == pictures
-    assert [file.read_bytes() for file in files] == before
-    stored = path / "image_pictures.json"
-    monkeypatch.setattr(images, "_draw", lambda *_: None)  # drawing them takes seconds
-    for changed in ({"round": 0}, {"same_class": "x"}, {"searched": None}, {"format": 99}):
-        stored.write_text(json.dumps(dataclasses.asdict(pictures) | changed))
-        assert image_pictures_of_run(path) is None
-    stored.write_text(json.dumps(dataclasses.asdict(pictures)))
-    assert image_pictures_of_run(path) == pictures
 
 
 def test_images_without_labels_and_without_a_test_set_and_images_that_are_gone(tiny, few_neighbours, tmp_path):
@@ -162,6 +131,4 @@ def test_images_without_labels_and_without_a_test_set_and_images_that_are_gone(t
     assert "green line" not in page
     assert "Images as the encoder" not in write_report([path], collapse=False, images=False).read_text()
     file.unlink()
-    (path / "image_pictures.json").unlink()
     assert "no pictures of images: there is no file" in write_report([path], collapse=False).read_text()
-    assert not (path / "image_pictures.json").exists()
