@@ -52,8 +52,9 @@ class GuardOptions(Options):
         gt=0,
         le=1,
         description="of a round's change of the weights that one client has (its images times its own change), and of "
-        "the mean kernel; beyond that it counts by less. Below 1 running statistics are the clients' median. By "
-        "default 1/2 for sites, whose images nobody else counts, else 1",
+        "the mean kernel; beyond that it counts by less. Below 1 running statistics are the clients' median, and a "
+        "change of twice the usual counts as a usual one. By default 1/2 for sites, whose images nobody else counts, "
+        "else 1",
     )
 
 
