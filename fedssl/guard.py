@@ -52,8 +52,9 @@ class GuardOptions(Options):
         gt=0,
         le=1,
         description="of a round's change of the weights that one client has (its images times its own change), and of "
-        "the mean kernel; beyond that it counts by less. Below 1 running statistics are the clients' median. By "
-        "default 1/2 for sites, whose images nobody else counts, else 1",
+        "the mean kernel; beyond that it counts by less. Below 1 running statistics are the clients' median, and a "
+        "change of twice the usual counts as a usual one. By default 1/2 for sites, whose images nobody else counts, "
+        "else 1",
     )
 
 
@@ -70,6 +71,7 @@ class Asked:
             report any positive number.
         noisy: whether a variance or a counter may be negative, because noise was added to it.
         largest_share: of all images that a client counts by, see `GuardOptions.largest_share`.
+        rate: the round's learning rate.
     """
 
     expected: dict[int, dict[str, Shape]]
@@ -78,6 +80,7 @@ class Asked:
     samples: Mapping[int, int] = field(default_factory=dict)
     noisy: bool = False
     largest_share: float | None = None
+    rate: float = 1.0
 
 
 def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest: float) -> dict[int, str]:
@@ -108,7 +111,7 @@ def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest
     valid = {k: reply for k, reply in replies.items() if k not in reasons}
     counts = {k: reply.numbers["samples"] for k, reply in valid.items()}
     counts |= capped_images({**asked.samples, **counts}, asked.largest_share)  # also of clients that have stated none
-    return dict(sorted((reasons | outliers(server, valid, counts)).items()))
+    return dict(sorted((reasons | outliers(server, valid, counts, asked.rate)).items()))
 
 
 def capped_images(images: Mapping[int, float], share: float | None) -> dict[int, float]:
@@ -131,17 +134,8 @@ def capped_images(images: Mapping[int, float], share: float | None) -> dict[int,
     return {k: most for k, count in images.items() if count > most}
 
 
-def refused_in(server: Message) -> dict[int, str]:
-    """Return why answers were left out of the round that made this state of the server, by client."""
-    return _reasons_in(server, REFUSED)
-
-
-def capped_in(server: Message) -> dict[int, str]:
-    """Return why clients counted by fewer images than they state in the round that made this state, by client."""
-    return _reasons_in(server, CAPPED)
-
-
-def _reasons_in(server: Message, kind: str) -> dict[int, str]:
+def reasons_in(server: Message, kind: str) -> dict[int, str]:
+    """Return why clients were `REFUSED` or `CAPPED` in the round that made this state of the server, by client."""
     return {int(key.removeprefix(kind)): str(why) for key, why in server.config.items() if key.startswith(kind)}
 
 

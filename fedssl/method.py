@@ -16,6 +16,7 @@ from .accounting import StepCost
 from .aggregators.base import PROJECTION, PUBLIC_IMAGES, Aggregator, Shape
 from .augmentations.base import Augmentation
 from .client import Client, LocalRound
+from .errors import memory_sentence
 from .guard import CAPPED, REFUSED, Asked, GuardOptions, capped_images, refusals, require_answers
 from .local_updates.base import LocalUpdate
 from .local_updates.replace import Replace
@@ -23,12 +24,12 @@ from .messages import Message, Transport, from_transport, merge, to_transport
 from .models.model import Model
 from .models.stages import StagedEncoder
 from .objectives.base import Objective
-from .outliers import change_of_mean, weight_changes
+from .outliers import change_of_mean, shortened, weight_changes
 from .randomness import deterministic_on, seeded
 from .regularizers.base import Regularizer
 from .running_statistics import joined_statistics
 from .schedules.base import Plan, Schedule
-from .training import TrainingOptions, train_before_rounds, train_locally
+from .training import TrainingOptions, learning_rate, train_before_rounds, train_locally
 
 #: in the server's state where the schedule cuts the encoder: the last round, and by client its number of final layers
 ROUND = "schedule/round"
@@ -152,9 +153,9 @@ class Method:
             working = []
         try:
             state = self._next_state(server, accepted, working, round_number, stated)
-        except (MemoryError, torch.OutOfMemoryError):  # no client's fault
-            raise
         except Exception as error:
+            if memory_sentence(error):  # no client's fault
+                raise
             for k in accepted:
                 left = {other: reply for other, reply in accepted.items() if other != k}
                 with suppress(Exception):
@@ -176,7 +177,7 @@ class Method:
         stated: Mapping[int, int],
     ) -> Message:
         """Return the state from these replies; raise an exception where the next round's messages cannot be made."""
-        change = change_of_mean(server, replies)
+        change = change_of_mean(server, replies, self._rate(round_number))
         replies, capped = self._capped(server, replies, stated)
         config = {name: value for name, value in server.config.items() if not name.startswith((REFUSED, CAPPED))}
         state = Message(dict(server.tensors), dict(server.numbers), config)
@@ -198,15 +199,17 @@ class Method:
     def _capped(
         self, server: Message, replies: dict[int, Message], stated: Mapping[int, int]
     ) -> tuple[dict[int, Message], dict[int, str]]:
-        """Return the replies with the images that they count by, and what is said of those with fewer than stated."""
+        """Return the replies with the images that they count by, and what is said of those that count by less."""
         images = {**stated, **{k: reply.numbers["samples"] for k, reply in replies.items()}}
         capped = capped_images(images, self.guard.largest_share)
-        total, reasons = sum(images.values()), {}
+        counted = {k: capped.get(k, images[k]) for k in replies}
+        # with differential privacy what one client sends may not change how another's counts
+        bounded = self.guard.largest_influence != 1 and not self.answers_are_noisy
+        replies, reasons = shortened(server, replies, counted) if bounded else (replies, {})
+        total, changes = sum(images.values()), weight_changes(server, replies) if bounded else {}
         for k in capped.keys() & replies.keys():
             share = f"{100 * images[k] / total:.4g} % of all, more than guard.largest_share allows"
             reasons[k] = f"it states {images[k]:g} images, {share}: it counts by {capped[k]:g}"
-        counted = {k: capped.get(k, images[k]) for k in replies}
-        changes = weight_changes(server, replies) if self.guard.largest_influence != 1 else {}
         influence = {k: counted[k] * change for k, change in changes.items()}
         for k, most in capped_images(influence, self.guard.largest_influence or 1.0).items():
             share = f"{100 * influence[k] / sum(influence.values()):.4g} % of the round's change of the weights"
@@ -219,7 +222,7 @@ class Method:
         capped_sizes = partial(capped_images, share=self.guard.largest_influence or 1.0)
         limits = [partial(a.limited, capped=capped_sizes) for a in self.aggregators]
         if not self.answers_are_noisy:
-            limits.append(partial(joined_statistics, everyone=self.guard.largest_influence != 1))
+            limits.append(partial(joined_statistics, everyone=bounded))
         for limit in limits:
             replies, lowered = limit(replies)
             reasons |= {k: f"{reasons[k]}; {why}" if k in reasons else why for k, why in lowered.items()}
@@ -248,7 +251,7 @@ class Method:
             expected[k] = {name: shape for part in parts if part is not None for name, shape in part.items()}
             complete = complete and None not in parts
         noisy, share = self.answers_are_noisy, self.guard.largest_share
-        asked = Asked(expected, complete, self.sizes, samples, noisy, share)
+        asked = Asked(expected, complete, self.sizes, samples, noisy, share, self._rate(round_number))
         refused = refusals(server, replies, asked, self.guard.largest_value)
         for k in replies.keys() - refused.keys():
             if fault := next(filter(None, (a.fault(k, replies[k]) for a in working)), None):
@@ -261,6 +264,9 @@ class Method:
         images = {} if self.public_images is None else {PUBLIC_IMAGES: len(self.public_images)}
         features = getattr(self.objective, "output_features", None)
         return images if features is None else images | {PROJECTION: features}
+
+    def _rate(self, round_number: int) -> float:
+        return learning_rate(self.training, max(round_number, 1), self.rounds, done=0.5)
 
     def _travelling(self, round_number: int) -> list[str]:
         model = self.global_model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from statistics import median_low
 
 import torch
@@ -19,8 +20,9 @@ from .messages import Message
 _MOST_OF_WEIGHT = 30.0  # size and change of a weight
 _MOST_OF_OTHER = 1000.0  # size and change of a running statistic or a tensor of no model; size of what was zero before
 _MOST_OF_UPDATE = 5.0  # length of the change of all weights
-#: in the numbers of the server's state: how much a secure mean has changed the weights, and how many weights
-_MEAN_CHANGE, _MEAN_WEIGHTS = "secure mean/change", "secure mean/weights"
+_MOST_OF_WHOLE = 2.0  # the same of a network; a longer update counts at a site as one of the median length
+#: in the numbers of the server's state: how much a secure mean has changed the weights for its rate, and how many
+_MEAN_CHANGE, _MEAN_WEIGHTS = "secure mean/change for rate", "secure mean/changed weights"
 _ENOUGH = 3  # answers; the lower median of two is the smaller one
 
 #: by tensor its root mean square and its largest magnitude
@@ -30,13 +32,16 @@ _Comparison = tuple[int, str, float, float]
 _MEASURES = ("as root mean square", "in magnitude")
 
 
-def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[int, float]) -> dict[int, str]:
+def outliers(
+    server: Message, replies: Mapping[int, Message], images: Mapping[int, float], rate: float
+) -> dict[int, str]:
     """Return why answers are refused whose tensors, or whose changes of the server's tensors, are far too large.
 
     Tensors are compared by root mean square and by largest magnitude. A weight may be 30 times and a running statistic
     1000 times as large as the server's and as the median of the answers (of two in the middle the lower one), whichever
     is larger; a weight that was zero 1000 times the median. All weights together may not become 30 times smaller.
-    A secure mean may change the weights five times as much as that of the round before, if the same weights travel.
+    A secure mean may change the weights five times as much, for the learning rate, as that of the round before, if the
+    same weights travel. (The rate rises where a run goes on after its cosine.)
     From three answers on, the change of a tensor since the server's state may be these multiples of the median change
     of this tensor, or of all weights, and the change of all weights 5 times its median. A client with more images than
     the median takes more steps: its limits are higher by that factor.
@@ -46,15 +51,16 @@ def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[in
         replies: by client; valid in all else. If all share their tensors they count as one answer: under secure
             aggregation each is the clients' mean.
         images: by which each of these clients counts.
+        rate: the round's learning rate.
     """
     alone = len({id(reply.tensors) for reply in replies.values()}) == 1
-    usual = median_low(images[k] for k in replies) if replies else 0.0
-    factors = {k: max(1.0, images[k] / usual) for k in replies}
+    factors = _factors(replies, images)
     compared = [*compared_sizes(server, replies, factors, alone)]
-    change, before = change_of_mean(server, replies), server.numbers
+    change, before = change_of_mean(server, replies, rate), server.numbers
     if change and change[_MEAN_WEIGHTS] == before.get(_MEAN_WEIGHTS):
         what = "under secure aggregation the clients' mean has changed the weights, after the round before it, by"
-        compared += [(k, what, change[_MEAN_CHANGE], _MOST_OF_UPDATE * before[_MEAN_CHANGE]) for k in replies]
+        now, last = rate * change[_MEAN_CHANGE], rate * before[_MEAN_CHANGE]
+        compared += [(k, what, now, _MOST_OF_UPDATE * last) for k in replies]
     if len(replies) >= _ENOUGH and not alone:
         compared += compared_changes(server, replies, factors)
     reasons: dict[int, str] = {}
@@ -65,23 +71,52 @@ def outliers(server: Message, replies: Mapping[int, Message], images: Mapping[in
     return reasons
 
 
-def change_of_mean(server: Message, replies: Mapping[int, Message]) -> dict[str, float]:
+def change_of_mean(server: Message, replies: Mapping[int, Message], rate: float) -> dict[str, float]:
     """Return numbers for the server's next state where several clients' answers are one mean, see `outliers`."""
     if len(replies) < 2 or len({id(reply.tensors) for reply in replies.values()}) > 1:
         return {}
     changes, counts = _sizes(replies[min(replies)], server), _counts_of_weights(server)
-    return {_MEAN_CHANGE: _typical(changes, counts), _MEAN_WEIGHTS: float(sum(counts.get(n, 0) for n in changes))}
+    weights = float(sum(counts.get(n, 0) for n in changes))
+    return {_MEAN_CHANGE: _typical(changes, counts) / rate, _MEAN_WEIGHTS: weights}
 
 
-def weight_changes(server: Message, replies: Mapping[int, Message]) -> dict[int, float]:
-    """Return by client how much its weights have changed since the server's state, as root mean square of all.
+def weight_changes(server: Message, replies: Mapping[int, Message], network: str = "") -> dict[int, float]:
+    """Return by client the root mean square of the change of its weights, of one network or of all.
 
     Empty with fewer than three answers, which say nothing of each other, and under secure aggregation.
     """
     if len(replies) < _ENOUGH or len({id(reply.tensors) for reply in replies.values()}) == 1:
         return {}
-    counts = _counts_of_weights(server)
-    return {k: _typical(_sizes(reply, server), counts) for k, reply in replies.items()}
+    counts = {name: count for name, count in _counts_of_weights(server).items() if name.startswith(network)}
+    sent = {k: Message({n: reply.tensors[n] for n in counts if n in reply.tensors}) for k, reply in replies.items()}
+    return {k: _typical(_sizes(weights, server), counts) for k, weights in sent.items()}
+
+
+def shortened(
+    server: Message, replies: Mapping[int, Message], images: Mapping[int, float]
+) -> tuple[dict[int, Message], dict[int, str]]:
+    """Return the answers, where a network's change is at most twice the usual one or as long, and whose was longer.
+
+    The usual one is the median, for a client with more images times that factor. A target network follows the online
+    one, by more with each step: its change grows with the square.
+    """
+    left, reasons = dict(replies), {}
+    for network, power in (("online.", 1), ("target.", 2)):
+        changes, factors = weight_changes(server, replies, network), _factors(replies, images)
+        usual = median_low(changes.values()) if changes else 0.0
+        for k, change in changes.items():
+            if change > _MOST_OF_WHOLE * (most := usual * factors[k] ** power) > 0:
+                old, new, own = server.tensors, left[k].tensors, _counts_of_weights(server).keys() & left[k].tensors
+                nearer = {n: torch.lerp(old[n], new[n], most / change) for n in own if n.startswith(network)}
+                left[k] = replace(left[k], tensors=new | nearer)
+                times = f"{change / most:.3g} times as much as usual"
+                reasons[k] = f"its {network}* weights have changed {times}: they count as changed by the usual"
+    return left, reasons
+
+
+def _factors(replies: Mapping[int, Message], images: Mapping[int, float]) -> dict[int, float]:
+    usual = median_low(images[k] for k in replies) if replies else 0.0
+    return {k: max(1.0, images[k] / usual) for k in replies}
 
 
 def compared_sizes(
@@ -137,17 +172,13 @@ def compared_changes(
             holders = {k: answer[name][i] for k, answer in answers.items() if name in answer}
             usual = max(usual_weight, median_low(holders.values()))
             for k, change in holders.items():
-                most = _multiple(name, counts) * factors[k] * usual
+                most = (_MOST_OF_WEIGHT if name in counts else _MOST_OF_OTHER) * factors[k] * usual
                 yield (k, f"{name} has changed, {measure}, by", change, most)
 
 
 def _counts_of_weights(server: Message) -> dict[str, int]:
     weights = {name: tensor for name, tensor in server.tensors.items() if name.startswith(("online.", "target."))}
     return {name: tensor.numel() for name, tensor in weights.items() if not is_statistic(name, tensor)}
-
-
-def _multiple(name: str, weights: Mapping[str, int]) -> float:
-    return _MOST_OF_WEIGHT if name in weights else _MOST_OF_OTHER
 
 
 def _typical(sizes: _Sizes, counts: Mapping[str, int]) -> float:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..client import Client
 from ..data.digests import DATA_DIGESTS, digests_text
-from ..errors import UserError
+from ..errors import UserError, memory_sentence
 from ..evaluation.evaluate import evaluate_downstream, evaluate_model, pixel_accuracies, sample_sentence
 from ..evaluation.verdict import too_short
 from ..federation import Federation
-from ..guard import capped_in, refused_in
+from ..guard import CAPPED, REFUSED, reasons_in
 from ..messages import Message
 from ..models.encoders import stem_sentence
 from ..models.model import Model
@@ -88,7 +88,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
                 server, rows, missing = _round(federation, directory.server_state(), clients, number, observers)
             rows += _evaluate(federation, directory, number, server, clients, observers)
             directory.append_metrics(rows)
-            directory.append_refused(number, missing | refused_in(server))
+            directory.append_refused(number, missing | reasons_in(server, REFUSED))
             directory.append_timing(number, time.perf_counter() - started)
             directory.commit(number, server, finished=number == recipe.rounds, keep=recipe.checkpoints)
             observers.round_ended(number, rows)
@@ -130,7 +130,7 @@ def _round(federation: Federation, server: Message, clients: Clients, number: in
     try:
         sent = federation.method.broadcast(server, chosen, number)
     except Exception as error:
-        if isinstance(error, UserError | MemoryError | torch.OutOfMemoryError):
+        if isinstance(error, UserError) or memory_sentence(error):
             raise
         advice = f"go back with fedssl run --resume RUN --from-round {number - 2}" if number > 1 else "start a new run"
         raise UserError(
@@ -184,12 +184,12 @@ def _exchange(
     if empty:
         server.config[_EMPTY] = number
     rows = [(number, str(k), "missing", 1.0) for k in missing]
-    for k, reason in refused_in(server).items():
+    for k, reason in reasons_in(server, REFUSED).items():
         observer.warn(f"round {number}: the answer of client {k} is left out: {reason}")
         del replies[k]
         clients.discard(k)
         rows.append((number, str(k), "refused", 1.0))
-    for k, reason in capped_in(server).items():
+    for k, reason in reasons_in(server, CAPPED).items():
         observer.warn(f"round {number}: client {k} is capped: {reason}")
         rows.append((number, str(k), "capped", 1.0))
     return server, replies, rows, missing

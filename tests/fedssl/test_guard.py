@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import replace
-from unittest.mock import call, create_autospec
+from unittest.mock import Mock, call, create_autospec
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.guard import Asked, capped_images, refusals, refused_in
+from fedssl.guard import REFUSED, Asked, capped_images, reasons_in, refusals
 from fedssl.messages import Message
 from fedssl.method import Method
+from fedssl.outliers import change_of_mean, shortened
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
@@ -172,12 +173,67 @@ def test_who_has_more_images_may_change_more_and_a_single_entry_is_seen():
     assert refused(3.1, entries=1) == [2]
 
 
+@pytest.mark.parametrize(
+    ("bad", "times", "images", "counted", "named", "refused"),
+    [
+        ("online", -1.9, 10, -1.9, False, False),
+        ("online", -4.9, 10, -1.0, True, False),
+        ("online", -5.1, 10, -1.0, True, True),
+        ("online", 5.9, 30, 5.9, False, False),  # three times the steps
+        ("target", -4.9, 10, -1.0, True, False),
+        ("target", -29.0, 10, -1.0, True, False),  # less than the online network's
+        ("target", 17.0, 30, 17.0, False, False),  # it follows the online network by more with each step
+    ],
+)
+def test_an_update_that_is_longer_than_usual_counts_as_usual(bad, times, images, counted, named, refused):
+    """One client of five; a target network changes by a thousandth of what the online one does."""
+    usual = {"online": 0.01, "target": 1e-5}
+    names = {network: f"{network}.encoder.weight" for network in usual}
+    server = Message({name: torch.ones(100) for name in names.values()})
+
+    def change(client: int, network: str) -> float:
+        return usual[network] * (times if (client, network) == (4, bad) else 1.0)
+
+    replies = {
+        k: Message({names[n]: torch.ones(100) + change(k, n) for n in names}, {"samples": 10.0 if k < 4 else images})
+        for k in range(5)
+    }
+    shorter, reasons = shortened(server, replies, {k: reply.numbers["samples"] for k, reply in replies.items()})
+    assert [f"its {bad}.* weights have changed" in why for why in reasons.values()] == [True] * named
+    assert list(reasons) == [4] * named
+    for k, reply in shorter.items():
+        for network, name in names.items():
+            wanted = usual[network] * (counted if (k, network) == (4, bad) else 1.0)
+            assert float((reply.tensors[name] - 1).mean()) == pytest.approx(wanted, rel=0.01)
+    asked = Asked({k: dict.fromkeys(names.values(), (100,)) for k in replies})
+    assert list(refusals(server, replies, asked, 1e6)) == [4] * refused
+
+
 def test_secure_aggregation_s_mean_is_compared_with_the_server_s_state():
     mean = {WEIGHT: torch.full((4,), 60.0)}
     replies = {k: Message(mean, {"samples": 1.0}) for k in range(3)}
     asked = Asked({k: {WEIGHT: (4,)} for k in replies})
     assert list(refusals(Message({WEIGHT: torch.ones(4)}), replies, asked, 1e6)) == [0, 1, 2]
     assert refusals(Message({WEIGHT: torch.full((4,), 3.0)}), replies, asked, 1e6) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "rate", "refused"), [(4.9, 1.0, False), (5.1, 1.0, True), (90.0, 20.0, False), (110.0, 20.0, True)]
+)
+def test_secure_aggregation_s_mean_changes_by_more_only_where_the_training_does(change, rate, refused):
+    """The first round of a run that goes on after its cosine has ended trains at twenty times the rate."""
+
+    def mean(value: float) -> dict[int, Message]:
+        tensors = {WEIGHT: torch.full((4,), value)}
+        return {k: Message(tensors, {"samples": 1.0}) for k in range(3)}
+
+    before = Message(
+        {WEIGHT: torch.full((4,), 10.0)}, change_of_mean(Message({WEIGHT: torch.full((4,), 9.99)}), mean(10.0), 1.0)
+    )
+    asked = Asked({k: {WEIGHT: (4,)} for k in range(3)}, rate=rate)
+    reasons = refusals(before, mean(10.0 + 0.01 * change), asked, 1e6)
+    assert bool(reasons) == refused
+    assert all("the clients' mean has changed the weights, after the round before" in why for why in reasons.values())
 
 
 @pytest.mark.parametrize(
@@ -250,10 +306,10 @@ def test_the_server_forgets_the_metrics_and_refusals_of_the_round_before(tiny):
     broken = Message(dict(near.tensors))  # it does not say how many samples
     server = method.aggregate(first, {0: near, 1: far, 2: broken}, 1)
     assert {"eua_weight/0", "eua_weight/1"} <= server.metrics.keys()
-    assert refused_in(server).keys() == {2}
+    assert reasons_in(server, REFUSED).keys() == {2}
     server = method.aggregate(server, {0: near, 2: far}, 2)
     assert {name for name in server.metrics if "eua_weight" in name} == {"eua_weight/0", "eua_weight/2"}
-    assert refused_in(server) == {}
+    assert reasons_in(server, REFUSED) == {}
     nobody = method.aggregate(server, {}, 3)
     assert nobody.metrics == {}
     assert all(torch.equal(tensor, server.tensors[name]) for name, tensor in nobody.tensors.items())
@@ -321,7 +377,7 @@ def test_a_broken_client_is_left_out_by_every_aggregator(kind, tiny, tmp_path, m
         call(f"round {row['round']}: the answer of client 1 is left out: {row['reason']}") for row in reasons
     ]
     server = directory.server_state()
-    assert refused_in(server) == {1: reasons[-1]["reason"]}
+    assert reasons_in(server, REFUSED) == {1: reasons[-1]["reason"]}
     for state in (server, *(directory.client_state(k) for k in range(3))):
         assert all(tensor.isfinite().all() for tensor in state.tensors.values())
     assert not directory.client_state(1).tensors  # its rounds do not count
@@ -370,8 +426,8 @@ def test_what_only_one_client_sends_is_refused_where_it_cannot_be_right(kind, ch
     [name] = [name for name in replies[1].tensors if name.startswith(("representation", "dictionary", "local_"))]
     replies[1].tensors[name] = change(replies[1].tensors[name])
     after = method.aggregate(server, replies, number)
-    assert list(refused_in(after)) == [1]
-    assert f"{name} {reason}" in refused_in(after)[1]
+    assert list(reasons_in(after, REFUSED)) == [1]
+    assert f"{name} {reason}" in reasons_in(after, REFUSED)[1]
     without = method.aggregate(server, {k: replies[k] for k in (0, 2)}, number)
     assert all(torch.equal(tensor, without.tensors[name]) for name, tensor in after.tensors.items())
 
@@ -405,14 +461,18 @@ def test_an_answer_with_which_the_server_fails_is_refused_before_it_is_committed
     monkeypatch.setattr(WeightedMean, "aggregate", aggregate)
     monkeypatch.setattr(WeightedMean, "broadcast", broadcast)
     after = method.aggregate(server, replies, 1)
-    assert list(refused_in(after)) == [1]
-    assert refused_in(after)[1].startswith("the server cannot go on with it: ")
+    assert list(reasons_in(after, REFUSED)) == [1]
+    assert reasons_in(after, REFUSED)[1].startswith("the server cannot go on with it: ")
     assert all(torch.equal(tensor, server.tensors[name]) for name, tensor in after.tensors.items())
     method.broadcast(after, [0, 1, 2], 2)
     with pytest.raises(UserError, match=r"0 of 1 answers are valid.*client 1: the server cannot go on with it"):
         method.aggregate(server, {1: replies[1]}, 1)
     with pytest.raises((IndexError, ValueError)):  # not one client's fault
         method.aggregate(server, {0: replies[1], 1: replies[1], 2: replies[1]}, 1)
+    no_memory = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    monkeypatch.setattr(WeightedMean, "aggregate", Mock(side_effect=[no_memory, Message()]))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        method.aggregate(server, replies, 1)
 
 
 @pytest.mark.parametrize("name", ["fedema", "orchestra", "fedca"])
@@ -424,7 +484,7 @@ def test_a_method_that_remembers_goes_on_without_a_broken_client(name, tmp_path,
     rounds = [0, 1] if build_federation(recipe).method.opening_round else [1]
     refused = [(r, who) for r, who, metric, _ in directory.read_metrics() if metric == "refused"]
     assert refused == [(r, "1") for r in rounds]
-    assert refused_in(directory.server_state()) == {}  # sound in the second
+    assert reasons_in(directory.server_state(), REFUSED) == {}  # sound in the second
     for state in (directory.server_state(), directory.client_state(0), directory.client_state(1)):
         assert state.tensors
         assert all(tensor.isfinite().all() for tensor in state.tensors.values())

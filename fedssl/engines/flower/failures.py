@@ -12,9 +12,7 @@ import secrets
 import traceback
 from collections.abc import Callable
 
-import torch
-
-from ...errors import SendableError, UserError
+from ...errors import SendableError, UserError, memory_sentence
 
 
 def failure_reason(error: Exception, occasion: str, log: Callable[[str], None]) -> str:
@@ -31,7 +29,7 @@ def failure_reason(error: Exception, occasion: str, log: Callable[[str], None]) 
 
 def _kind(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error, UserError) else error  # such as a full disk
-    if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
+    if cause and memory_sentence(cause):
         return "it ran out of memory"
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space left on its disk"

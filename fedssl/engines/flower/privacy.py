@@ -19,7 +19,7 @@ from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, add_gaussian_
 from ...aggregators.weighted_mean import DISTANCE
 from ...errors import SendableError, UserError
 from ...federation import Federation
-from ...guard import refused_in
+from ...guard import REFUSED, reasons_in
 from ...messages import Message
 from ...method import Method
 from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP
@@ -132,7 +132,7 @@ class PrivateMethod(Method):
     def aggregate(self, server: Message, replies: dict[int, Message], *others: Any, **named: Any) -> Message:
         state = super().aggregate(server, replies, *others, **named)
         state.metrics.pop(DISTANCE, None)  # of clipped or noisy weights
-        accepted = [reply for k, reply in replies.items() if k not in refused_in(state)]
+        accepted = [reply for k, reply in replies.items() if k not in reasons_in(state, REFUSED)]
         if not accepted:
             return state
         changed = {name: state.tensors[name] for name in accepted[0].tensors}

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -60,6 +61,10 @@ def test_a_state_of_which_no_messages_can_be_made_is_left_by_going_back_before_i
         told = r"round 3: .* cannot be made of the state of round 2 \(IndexError.* --resume RUN --from-round 1$"
         with pytest.raises(UserError, match=told):
             resume(two_rounds, overrides=["rounds=3"])
+        torches = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+        patch.setattr(Method, "broadcast", torches)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):  # not the state's fault
+            resume(two_rounds)
     assert resume(two_rounds, from_round=1).checkpoint.finished
 
 

@@ -27,7 +27,7 @@ from fedssl.engines.flower.privacy_accountant import (
 from fedssl.engines.flower.wire import flatten_weights, from_records, to_records, unflatten_weights
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.guard import refused_in
+from fedssl.guard import REFUSED, reasons_in
 from fedssl.messages import Message
 from fedssl.recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from fedssl.reports.report import build_report
@@ -184,7 +184,7 @@ def test_an_update_that_is_not_clipped_is_refused(privacy, length, samples, reas
 
     usual = reply(length / 4 if privacy is LOCAL else 0.25, 1)
     replies = {0: usual, 1: usual, 2: reply(length, samples)}
-    refused = refused_in(method.aggregate(state, replies, 1))
+    refused = reasons_in(method.aggregate(state, replies, 1), REFUSED)
     assert list(refused) == ([] if reason is None else [2])
     assert reason is None or reason in refused[2]
 

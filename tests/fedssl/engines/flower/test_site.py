@@ -334,6 +334,7 @@ def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(quic
         5: (fails(invalid.value), "its code failed with ValidationError"),
         6: (fails(MemoryError(name)), "it ran out of memory"),
         7: (fails(SendableError("its weights are not finite")), "its weights are not finite"),
+        8: (fails(RuntimeError(f"DefaultCPUAllocator: can't allocate memory for {name}")), "it ran out of memory"),
     }
     recipe = quick(**(AVERAGED | SITES | NO_DATA), rounds=len(faults), guard={"minimum_answers": 1})
     directory, grid = start(recipe, tmp_path / "run", sites)
