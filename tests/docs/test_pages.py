@@ -73,6 +73,13 @@ def test_the_parts_of_add_a_method_run(title, key, tmp_path):
     assert RunDirectory.open(tmp_path / "run").read_metrics()
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("operators/")])
+def test_the_example_of_an_operators_page_runs(page):
+    code = "\n".join(code_of(page))
+    assert code
+    exec(code, {})
+
+
 def test_a_link_to_nothing_is_refused():
     with pytest.raises(FileNotFoundError, match=r"docs/start.md links to nothing.md, but docs/nothing.md"):
         rewrite_links("[x](nothing.md)", "start.md")
