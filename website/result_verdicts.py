@@ -1,7 +1,7 @@
 """The verdicts of the tables in benchmarks/results, from their figures, and the command that writes them.
 
-`python -m website.result_verdicts` judges each `table.md` again by its `table.csv`, and puts the sentences and the rule in
-place of those that stand there. A test fails where they differ from what the rule says now.
+`python -m website.result_verdicts` judges each `table.md` again by its `table.csv`, and puts the sentences and the rule
+in place of those that stand there. A test fails where they differ from what the rule says now.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import fmean
 
 import yaml
 
-from fedssl.tables.results import RULES, Results, verdict
+from fedssl.tables.results import RULE, Results, verdict
 from fedssl.tables.table import Table
 from website.result_tables import RESULTS, read_csv
 
@@ -38,7 +38,7 @@ def judged(path: Path) -> str:
     before = text[: text.index("\nThe rule: ")].rstrip("\n").splitlines()
     while before[-1].startswith("- ") or not before[-1]:
         before.pop()
-    return "\n".join([*before, "", *lines, "", RULES[table.verdict]]) + "\n"
+    return "\n".join([*before, "", *lines, "", RULE]) + "\n"
 
 
 def _results(table: Table, lines: list[dict[str, str]]) -> Iterator[Results]:

@@ -118,9 +118,10 @@ def partition(
 
     loaded = load_recipe(recipe, overrides or (), trust=trust)
     if chart is not None:
-        from ..reports.plots import draw_partition, figure_kind, write_figure
+        from ..reports.plots import draw_partition, figure_kind, png_bytes
+        from ..run_folder.storage import make_folder, write_atomically
 
-        figure_kind(chart)
+        kind = figure_kind(chart)
         folder = loaded.data.path
         if loaded.data.name in ("images", "folder") and folder and chart.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"--chart: {chart} would be one of the images in {folder}; name a file elsewhere")
@@ -129,7 +130,8 @@ def partition(
     counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))
     print_text(format_partition(counts, dataset.counted_as))
     if chart is not None:
-        write_figure(chart, draw_partition(counts, dataset.counted_as))
+        make_folder(chart.absolute().parent)
+        write_atomically(chart, png_bytes(draw_partition(counts, dataset.counted_as), kind))
         print_text(f"The chart is in {chart}")
     print_next("run", recipe, *(overrides or ()), *trusted(trust))
 

@@ -180,8 +180,8 @@ def run_table(
         ),
     ] = False,
     part: Annotated[
-        str, Option(metavar="K/N", help="Run every N-th run from the K-th on, from 0, to divide them among machines.")
-    ] = "0/1",
+        tuple[int, int], Option(min=1, metavar="K N", help="Run the K-th of N parts, to divide a table among machines.")
+    ] = (1, 1),
     trust: Trust = False,
 ) -> None:
     """Run every recipe of a table with every seed, and write the table.

@@ -6,11 +6,13 @@ of round, which is counted (accounting.py). A run of the recipe therefore logs t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from math import prod
+from statistics import fmean
 
+from matplotlib.ticker import EngFormatter
 from rich.table import Table as TextTable
 
 from ..accounting import StepCost, StepCounter
@@ -30,6 +32,9 @@ from ..training import steps_of_round
 _BATCH_SIZES = (2, 3, 4)
 #: of the counted steps: their cost is the same at any rate, and on few images the recipe's own may diverge
 _LEARNING_RATE = 1e-9
+
+#: bytes as `20.5 MB`, in decimal units, and floating-point operations as `4.1 G`
+format_bytes, format_flops = EngFormatter(unit="B", places=1), EngFormatter(places=1)
 
 
 @dataclass(frozen=True)
@@ -261,9 +266,9 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
             format_bytes(largest.memory) if largest else "-",
             format_bytes(largest.activations) if largest else "-",
             format_flops(max(step.flops for step in steps)) if steps else "-",
-            format_flops(mean(flops)) if flops else "-",
-            format_bytes(mean([value for cost in rounds for value in cost.bytes_down.values()])),
-            format_bytes(mean([value for cost in rounds for value in cost.bytes_up.values()])),
+            format_flops(fmean(flops)) if flops else "-",
+            format_bytes(fmean([value for cost in rounds for value in cost.bytes_down.values()] or [0])),
+            format_bytes(fmean([value for cost in rounds for value in cost.bytes_up.values()] or [0])),
         )
     total = totals(costs)
     table.add_row(
@@ -271,11 +276,6 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
         format_bytes(total["bytes_down"]), format_bytes(total["bytes_up"]),
     )  # fmt: skip
     return table
-
-
-def mean(values: Collection[float]) -> float:
-    """Return the mean, or 0 without values."""
-    return sum(values) / len(values) if values else 0.0
 
 
 def costs_as_csv(costs: Sequence[RoundCost]) -> str:
@@ -290,22 +290,3 @@ def costs_as_csv(costs: Sequence[RoundCost]) -> str:
             traffic = [cost.bytes_down.get(client, 0), cost.bytes_up.get(client, 0)]
             rows.append([cost.number, cost.stage, client, *figures, cost.flops.get(client, ""), *traffic])
     return csv_text([header, *rows])
-
-
-def format_bytes(count: float) -> str:
-    """Return bytes in decimal units: `0`, `812 B`, `4.1 kB`, `20.5 MB`, `1.3 GB`."""
-    if count < 1000:
-        return f"{count:.0f} B" if count else "0"
-    return _in_units(count, {"kB": 1e3, "MB": 1e6, "GB": 1e9})
-
-
-def format_flops(count: float) -> str:
-    """Return floating-point operations: `812.0 M`, `4.1 G`, `20.5 T`, `1.2 P`."""
-    return _in_units(count, {"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15})
-
-
-def _in_units(count: float, units: Mapping[str, float]) -> str:
-    """Return a count in the first unit in which it is below 1000, or in the last."""
-    fitting = (unit for unit, size in units.items() if count < 999.95 * size)
-    unit = next(fitting, list(units)[-1])
-    return f"{count / units[unit]:,.1f} {unit}"

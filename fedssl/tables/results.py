@@ -114,23 +114,19 @@ def reference_row(table: Table) -> str:
 
 #: the metrics that the verdict judges, and their names in its sentences
 JUDGED = {"knn": "kNN accuracy", "linear": "Linear accuracy"}
-_RULE = (
-    "a row is compared with the method seed by seed, and beaten where 0 is below the 95 % interval of the mean "
-    "difference (Student's t): the mean is above the differences' standard deviation, which stands behind ±, times 9.0 "
-    "for two seeds, 2.5 for three and 1.2 for five. Where the interval holds 0, it is a tie."
+#: how a row is beaten, in sentences
+RULE = (
+    "The rule: a row is compared with the method seed by seed, and beaten where the 95 % interval of the mean "
+    "difference is above 0 (Student's t): where the mean exceeds the differences' standard deviation, which stands "
+    "behind ±, times 9.0 for two seeds, 2.5 for three and 1.2 for five. Where the interval holds 0, it is a tie. A "
+    "collaboration gain is claimed only where the method beats every baseline and every control."
 )
-#: the rule in a sentence, by the table's `verdict`
-RULES = {
-    "collaboration": "The rule: a collaboration gain is claimed only where the method beats every baseline and every "
-    f"control; {_RULE}",
-    "comparison": f"The rule: {_RULE}",
-}
 
 
 def verdict(table: Table, results: Results) -> str:
     """Return the verdict on one scenario: a line for kNN and one for linear accuracy; empty without a method.
 
-    Rows share their seeds, and with these the clients' images, so they are compared seed by seed, see `RULES`. A table
+    Rows share their seeds, and with these the clients' images, so they are compared seed by seed, see `RULE`. A table
     with `verdict: collaboration` claims a collaboration gain if the method beats every baseline and control, or names
     those that it does not beat; this needs two seeds, a baseline and a control. With `comparison` it only names them.
     """
@@ -201,8 +197,7 @@ def _lead(values: Mapping[int, float], others: Mapping[int, float]) -> tuple[flo
     mean, spread = mean_and_spread(differences)
     if spread is None:
         return mean, 0.0, 0.0
-    count = len(differences)
-    return mean, spread, spread * float(stdtrit(count - 1, 0.975)) / count**0.5
+    return mean, spread, spread * float(stdtrit(len(differences) - 1, 0.975)) / len(differences) ** 0.5
 
 
 def _points(difference: float) -> str:

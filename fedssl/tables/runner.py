@@ -124,8 +124,9 @@ def _require_same_data(cells: Sequence[Cell]) -> None:
 
 
 _SECONDS_BETWEEN_NOTES = 30.0
-#: the part of a table that is all of it
-ALL = "0/1"
+#: (k, n): every n-th cell of a table from the k-th on, counted from 1
+Part = tuple[int, int]
+ALL: Part = (1, 1)
 
 
 class Progress:
@@ -300,7 +301,7 @@ def run_table(
     overrides: Sequence[str] = (),
     jobs: int = 1,
     note: Note = lambda text: None,
-    part: str = ALL,
+    part: Part = ALL,
 ) -> Path:
     """Run the cells of a table that are not finished yet, write its results into `output`, and return this folder.
 
@@ -308,7 +309,7 @@ def run_table(
     Ctrl-C raises KeyboardInterrupt after the worker processes have ended. A cell that fails does not stop the others.
 
     `jobs` cells run at a time, see `run_in_processes`. `note` gets each line of progress, then the table and verdict.
-    `part` K/N runs every N-th cell from the K-th on, counted from 0, and writes no results.
+    Of a `part` no results are written.
 
     Raises:
         UserError: a recipe is refused, another one made a cell in `output`, a file cannot be written, or cells failed
@@ -320,10 +321,7 @@ def run_table(
     check_output(output, cells)
     _require_same_data(cells)
     write_description(table, output, overrides)
-    first, _, count = part.partition("/")
-    if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
-        raise UserError(f"part must be K/N with K from 0 to N - 1, such as 0/4, got {part!r}")
-    mine = cells[int(first) :: int(count)]
+    mine = cells[part[0] - 1 :: part[1]]
     waiting = [cell for cell in mine if not cell.finished]
     note(f"{table.name}: {len(mine)} runs, {len(mine) - len(waiting)} of them finished already; in {output}")
     progress = Progress(note, len(mine), len(waiting))

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..evaluation.metrics import format_values, metric_title
 from ..recipe.overrides import apply_override
 from .files import Note
-from .results import read_results
-from .runner import ALL, CellsFailed, run_table
+from .results import Results, read_results
+from .runner import ALL, CellsFailed, Part, run_table
 from .table import Sweep, Table, check_table
+
+#: the share of the training images that trials are measured on, unless the table sets data.validation_fraction
+VALIDATION_FRACTION = 0.2
 
 
 def trials_of(table: Table, trust: bool = False) -> Table:
@@ -33,7 +35,7 @@ def trials_of(table: Table, trust: bool = False) -> Table:
     """
     assert table.sweep is not None
     sweep = table.sweep
-    measured = {"data": table.settings.get("data", {}) | {"validation_fraction": sweep.validation_fraction}}
+    measured = {"data": {"validation_fraction": VALIDATION_FRACTION} | table.settings.get("data", {})}
     rows = []
     for number, row in itertools.product(range(sweep.trials), table.rows):
         settings = copy.deepcopy(row.settings)
@@ -42,7 +44,6 @@ def trials_of(table: Table, trust: bool = False) -> Table:
         rows.append(row.model_dump() | {"label": f"{row.label} {number}", "settings": settings})
     changes = {
         "name": f"{table.name}-trials",
-        "description": f"Trials of {table.name}, measured on a part of the training images.",
         "seeds": [sweep.seed],
         "metrics": list(dict.fromkeys([sweep.metric, *table.metrics])),
         "settings": table.settings | measured,
@@ -67,7 +68,7 @@ def drawn(sweep: Sweep, label: str, number: int) -> dict[str, Any]:
 
 
 def run_sweep(
-    table: Table, output: Path, overrides: Sequence[str], jobs: int, note: Note, part: str = ALL, trust: bool = False
+    table: Table, output: Path, overrides: Sequence[str], jobs: int, note: Note, part: Part = ALL, trust: bool = False
 ) -> None:
     """Run the trials of a sweep that are missing, and then its table with each row's best settings.
 
@@ -83,25 +84,22 @@ def run_sweep(
     except CellsFailed as error:
         note(f"{error}; a trial that failed is not chosen")
     if part == ALL:
-        run_table(
-            _winners(table, table.sweep, trials, output / "trials", note), output / "winners", overrides, jobs, note
-        )
+        winners = _winners(table, table.sweep, read_results(trials, output / "trials"), trials, note)
+        run_table(winners, output / "winners", overrides, jobs, note)
 
 
-def _winners(table: Table, sweep: Sweep, trials: Table, folder: Path, note: Note) -> Table:
+def _winners(table: Table, sweep: Sweep, results: Results, trials: Table, note: Note) -> Table:
     """Return the table with the settings of each row's best trial; of equal ones the first."""
-    after, rows = read_results(trials, folder).after, []
-    settings = {row.label: row.settings for row in trials.rows}
+    rows, settings = [], {row.label: row.settings for row in trials.rows}
     for row in table.rows:
-        of_row = {number: after.get((f"{row.label} {number}", sweep.metric), {}) for number in range(sweep.trials)}
+        values = {n: results.after.get((f"{row.label} {n}", sweep.metric), {}) for n in range(sweep.trials)}
         reached = {
-            number: value for number, seeds in of_row.items() for value in seeds.values() if math.isfinite(value)
+            n: seeds[sweep.seed] for n, seeds in values.items() if math.isfinite(seeds.get(sweep.seed, math.nan))
         }
         if not reached:
-            raise UserError(f"no trial of row {row.label!r} has a value of {sweep.metric}: see {folder}")
-        best = max(reached, key=lambda number: reached[number])
+            raise UserError(f"no trial of row {row.label!r} has a value of {sweep.metric}: see the trials' folders")
+        best = max(reached, key=lambda n: reached[n])
         rows.append(row.model_copy(update={"settings": settings[f"{row.label} {best}"]}))
         chosen = ", ".join(f"{key}={value}" for key, value in drawn(sweep, row.label, best).items())
-        value = f"{metric_title(sweep.metric)} {format_values(sweep.metric, [reached[best]])} on validation images"
-        note(f"\n{row.label}: trial {best} is the best of {len(reached)}, {value}: {chosen}")
+        note(f"\n{row.label}: trial {best} is the best of {len(reached)}, {sweep.metric} {reached[best]:.1f}: {chosen}")
     return table.model_copy(update={"rows": rows, "sweep": None})

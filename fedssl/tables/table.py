@@ -94,9 +94,6 @@ class Sweep(Options):
     metric: Literal["knn", "linear", "linear_auroc", "view_retrieval"] = Field(
         "knn", description="the trial with the highest value on the validation images is chosen"
     )
-    validation_fraction: float = Field(
-        0.2, gt=0, lt=1, description="the share of the training images that trials are measured on"
-    )
     ranges: Ranges = Field({}, description="for all rows: lists of values by key, such as training.learning_rate")
     own_ranges: dict[str, Ranges] = Field({}, description="what a row draws beside, by its label")
 
