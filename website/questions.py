@@ -45,6 +45,18 @@ QUESTIONS = (
     Question("Do the papers' results come out?", "papers results", "what_reproduces_what.md"),
 )
 
+#: words that are typed into the search, and the page that must come first
+SEARCHES = {
+    "learning rate": "options.md",
+    "effective rank": "glossary.md",
+    "batch_size": "options.md",
+    "custom loss": "add_a_method.md",
+    "my own dataset": "own_images.md",
+    "citation": "questions.md",
+    "hyperparameter": "methods.md",
+    "checkpoint": "methods.md",
+}
+
 
 def clicks_to(question: Question) -> list[str]:
     """The pages from the home page to the answer, one for each click on a link in the pages' own text.

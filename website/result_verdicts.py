@@ -53,10 +53,21 @@ def _results(table: Table, lines: list[dict[str, str]]) -> Iterator[Results]:
                 if not untrained and int(line["seed"]) not in results.finished.setdefault(line["row"], []):
                     results.finished[line["row"]].append(int(line["seed"]))
         for metric in table.metrics:
-            of_rows = [results.after.get((label, metric), {}) for label in table.ceiling]
-            seeds = [seed for seed in table.seeds if of_rows and all(seed in values for values in of_rows)]
-            results.ceiling[metric] = {seed: fmean(values[seed] for values in of_rows) for seed in seeds}
+            of_clients = [results.after.get((label, metric), {}) for label in _ceiling(table)]
+            seeds = [seed for seed in table.seeds if of_clients and all(seed in values for values in of_clients)]
+            results.ceiling[metric] = {seed: fmean(values[seed] for values in of_clients) for seed in seeds}
         yield results
+
+
+def _ceiling(table: Table) -> list[str]:
+    """For each client, the label of the row that trains its architecture on all images; a single row counts for all."""
+    if len(table.ceiling) < 2:
+        return table.ceiling
+    rows = {row.label: row.settings for row in table.rows}
+    by_architecture = {rows[label]["architectures"][0]: label for label in table.ceiling}
+    settings = table.settings | rows[table.method or ""]
+    names = settings["architectures"]
+    return [by_architecture[names[client % len(names)]] for client in range(settings["partition"]["clients"])]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from fedssl.run_folder.record import read_run
 from fedssl.tables.results import Results
 from fedssl.tables.sweep import drawn, run_sweep, trials_of
 from fedssl.tables.table import Sweep, load_table
+from tests.fedssl.cli.conftest import fedssl  # noqa: F401  (a fixture)
 from tests.fedssl.conftest import AVERAGED, tiny_values
 
 RATES = [1e-3, 2e-3, 1e-2]
@@ -36,13 +37,15 @@ def write(folder: Path, sweep: dict[str, Any], **changes: Any) -> Path:
     return path
 
 
-def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(tmp_path):
+def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(fedssl, tmp_path):  # noqa: F811
     lines: list[str] = []
     own = {"other": {"evaluation.images": [40]}}
     diverging = {"training.learning_rate": [1e-3, 1e30]}
-    table = load_table(write(tmp_path, {"own_ranges": own, "ranges": diverging, "draw": "grid"}))
-    for part in ((1, 2), (2, 2)):  # as two machines of an array do
-        run_sweep(table, tmp_path / "out", [], 1, lines.append, part)
+    file = write(tmp_path, {"own_ranges": own, "ranges": diverging, "draw": "grid"})
+    table = load_table(file)
+    code, out, _ = fedssl("sweep", str(file), "--output", "out", "--part", "1", "2")  # as a task of an array does
+    assert code == 0
+    assert "swept-trials: 2 runs, 0 of them finished already" in out
     assert not (tmp_path / "out" / "winners").exists()
     assert not (tmp_path / "out" / "trials" / "table.md").exists()
     run_sweep(table, tmp_path / "out", [], 1, lines.append)
