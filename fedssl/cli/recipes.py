@@ -186,14 +186,14 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
     for text in told:
         print_text(text)
     if options is None and told:
-        print_text("Such a recipe cannot have differential privacy, so no epsilon is counted (docs/deploy.md).")
+        print_text("Such a recipe cannot have differential privacy, so no epsilon is counted (docs/privacy.md).")
         print_next("run", recipe, *(overrides or ()), *trusted(trust))
         return
     if options is None:
         raise UserError(
             "the recipe has no differential privacy, so there is nothing to count: set flower.differential_privacy, "
             "for instance engine=flower flower.differential_privacy='{name: fixed_clipping, clipping_norm: 1, "
-            "noise_multiplier: 2}' (docs/deploy.md)"
+            "noise_multiplier: 2}' (docs/privacy.md)"
         )
     from rich.table import Table as TextTable
 

@@ -44,7 +44,7 @@ def run(
     output: RunFolder = None,
     resume: Annotated[
         Path | None,
-        Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/methods.md)."),
+        Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/operations.md)."),
     ] = None,
     from_round: Annotated[
         int | None,
@@ -211,7 +211,7 @@ def run_table(
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise Exit(130) from None
-    print_next("report", next(file.parent for file in sorted(path.rglob("recipe.yaml"))))
+    print_next("report", next((file.parent for file in sorted(path.rglob("recipe.yaml"))), path))
 
 
 def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:

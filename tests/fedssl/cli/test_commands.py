@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -408,6 +409,8 @@ def received(run: Path, folder: Path, where: str, forged: bool = False) -> Path:
 @pytest.mark.parametrize("where", ["inside", "beside", "module"])
 def test_reading_a_received_run_never_runs_its_code(where, forged, fedssl, with_part, tmp_path, monkeypatch):
     mark = received(with_part, tmp_path, where, forged)
+    for name in ("evil_package", "evil_package.evil"):  # imported by another case
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)  # as `python -m fedssl` has the working folder
     for command in (("evaluate", "received"), ("run", "--resume", "received"))[: 1 if forged else 2]:
         code, _, err = fedssl(*command)
@@ -482,6 +485,8 @@ def test_ones_own_run_needs_no_flag_as_long_as_its_part_is_unchanged(fedssl, wit
     part = with_part.parent / "evil.py"
     text = part.read_text()
     part.write_text(text + "\n# changed\n")
+    for kept in ("collapse.json", "image_pictures.json"):  # of the report before, which needs no code again
+        (with_part / kept).unlink()
     (code, _, err), report = fedssl(*commands[0]), fedssl(*commands[1])
     part.write_text(text)
     one_line(code, err)
