@@ -116,7 +116,9 @@ def test_a_run_exports_its_encoder_or_says_before_it_trains_that_it_cannot(fedss
 
 
 def test_doctor_version_and_partition(fedssl, tmp_path):
-    assert "torch" in fedssl("doctor")[1]
+    said = fedssl("doctor")[1]
+    assert "torch" in said
+    assert "left_out" not in said  # nothing is
     assert fedssl("--version")[1] == f"fedssl {importlib.metadata.version(installed_distribution())}\n"
     code, out, _ = fedssl("partition", "hetero_ssfl", "--chart", "chart.png")
     assert code == 0
