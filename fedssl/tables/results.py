@@ -151,19 +151,18 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
     if count < 2:
         return f"{undecided} one seed has no spread, at least two are needed."
     reached = results.after[method, metric]
-    beaten, tied, behind = [], [], []
+    said: dict[str, list[str]] = {"beats": [], "is tied with": [], "is behind": []}
     for label in rivals:
         lead, spread, limit = _lead(reached, results.after[label, metric])
-        side = "above" if lead > 0 else "below" if lead < 0 else "away"
+        points = f"{_points(lead)} ± {spread:.1f}"
         if lead > limit:
-            beaten.append(f"{label} by {_points(lead)} ± {spread:.1f}")
+            said["beats"].append(f"{label} by {points}")
         else:
-            of_rival = f"{label} ({_points(lead)} ± {spread:.1f} {side})"
-            (tied if lead >= -limit else behind).append(of_rival)
+            side = "above" if lead > 0 else "below" if lead < 0 else "away"
+            said["is tied with" if lead >= -limit else "is behind"].append(f"{label} ({points} {side})")
     method_with_value = f"{method} with {format_values(metric, list(reached.values()))}"
-    gain = "a collaboration gain. " if not tied and not behind else "no collaboration gain. "
-    said = [("beats", beaten), ("is tied with", tied), ("is behind", behind)]
-    sentences = ". It ".join(f"{verb} {listed(found)}" for verb, found in said if found)
+    gain = "no collaboration gain. " if said["is tied with"] or said["is behind"] else "a collaboration gain. "
+    sentences = ". It ".join(f"{verb} {listed(found)}" for verb, found in said.items() if found)
     text = f"{name}: {gain if collaboration else ''}{method_with_value} {sentences}."
     if collaboration and table.ceiling:
         text += " " + _room(table, method, results, metric)
