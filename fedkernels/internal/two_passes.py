@@ -28,7 +28,8 @@ class Part:
         self.devices, self.device_states = get_device_states(*tensors)
         kind = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        # Autocast keeps the rounded weights for later passes: those of a pass without a graph would get no gradient.
+        # Without autocast's cache of rounded weights: older torch gives those of a pass without a graph to later ones,
+        # which then have no gradient.
         self.autocast: dict[str, Any] = {"device_type": kind, "dtype": dtype, "enabled": enabled}
         self.autocast["cache_enabled"] = False
 

@@ -210,7 +210,7 @@ def test_everything_on_the_page_is_escaped(tiny, tmp_path):
     ]  # fmt: skip
     assert page.table("scenario") == [[HOSTILE, f"name={HOSTILE}"]]
     assert f"All rows: name={HOSTILE}" in page.text
-    assert f"{HOSTILE}: kNN accuracy: nothing can be said" in page.text
+    assert f"{HOSTILE}: kNN accuracy (1 seed): nothing can be said" in page.text
     (alt,) = page.descriptions
     assert alt.startswith(HOSTILE)
 
