@@ -169,7 +169,7 @@ def test_runs_that_differ_in_more_than_their_seed_are_told_and_what_differs_stan
     assert "the models were measured on different numbers of images" in unlike.text
     assert "same seed" not in fair.text
     # beside each other stands what differs
-    assert fair.table("setting") == [["training.batch_size", "16", "20"]]
+    assert fair.table("setting") == [["training.local_epochs", "5", "1"], ["training.batch_size", "16", "8"]]
 
 
 def test_several_runs_are_reported_where_one_stands_and_one_folder_given_twice_counts_once(tiny, tmp_path, monkeypatch):
