@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from math import prod
+from functools import partial
+from math import isfinite, prod
 from statistics import fmean
 
 from matplotlib.ticker import EngFormatter
@@ -32,9 +33,6 @@ from ..training import steps_of_round
 _BATCH_SIZES = (2, 3, 4)
 #: of the counted steps: their cost is the same at any rate, and on few images the recipe's own may diverge
 _LEARNING_RATE = 1e-9
-
-#: bytes as `20.5 MB`, in decimal units, and floating-point operations as `4.1 G`
-format_bytes, format_flops = EngFormatter(unit="B", places=1), EngFormatter(places=1)
 
 
 @dataclass(frozen=True)
@@ -290,3 +288,11 @@ def costs_as_csv(costs: Sequence[RoundCost]) -> str:
             traffic = [cost.bytes_down.get(client, 0), cost.bytes_up.get(client, 0)]
             rows.append([cost.number, cost.stage, client, *figures, cost.flops.get(client, ""), *traffic])
     return csv_text([header, *rows])
+
+
+def format_bytes(count: float, unit: str = "B") -> str:
+    """Return bytes in decimal units, `20.5 MB`, or by `format_flops` operations, `4.1 G`; what is not finite stays as it is."""
+    return str(EngFormatter(unit=unit, places=1)(count)) if isfinite(count) else str(count)
+
+
+format_flops = partial(format_bytes, unit="")

@@ -312,8 +312,7 @@ def run_table(
     Of a `part` no results are written.
 
     Raises:
-        UserError: a recipe is refused, another one made a cell in `output`, a file cannot be written, or cells failed
-            (CellsFailed).
+        UserError: a recipe is refused, another one made a cell in `output`, a file cannot be written, or cells failed.
     """
     if jobs < 1:
         raise UserError(f"jobs must be at least 1, got {jobs}")

@@ -23,9 +23,6 @@ from .results import Results, read_results
 from .runner import ALL, CellsFailed, Part, run_table
 from .table import Sweep, Table, check_table
 
-#: the share of the training images that trials are measured on, unless the table sets data.validation_fraction
-VALIDATION_FRACTION = 0.2
-
 
 def trials_of(table: Table, trust: bool = False) -> Table:
     """Return the table of a sweep's trials, number by number, so that a stopped sweep has as many of each row.
@@ -35,7 +32,7 @@ def trials_of(table: Table, trust: bool = False) -> Table:
     """
     assert table.sweep is not None
     sweep = table.sweep
-    measured = {"data": {"validation_fraction": VALIDATION_FRACTION} | table.settings.get("data", {})}
+    measured = {"data": {"validation_fraction": 0.2} | table.settings.get("data", {})}  # the table may set another
     rows = []
     for number, row in itertools.product(range(sweep.trials), table.rows):
         settings = copy.deepcopy(row.settings)
