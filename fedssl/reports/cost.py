@@ -291,7 +291,7 @@ def costs_as_csv(costs: Sequence[RoundCost]) -> str:
 
 
 def format_bytes(count: float, unit: str = "B") -> str:
-    """Return bytes in decimal units, `20.5 MB`, or by `format_flops` operations, `4.1 G`; what is not finite stays as it is."""
+    """Return bytes as `20.5 MB`, or by `format_flops` operations as `4.1 G`; what is not finite stays as it is."""
     return str(EngFormatter(unit=unit, places=1)(count)) if isfinite(count) else str(count)
 
 

@@ -29,7 +29,7 @@ from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectrum, m
 Methods = Mapping[str, Sequence[Run]]
 Result = TypeVar("Result")
 _TRAFFIC = ("bytes_down", "bytes_up")
-_AMOUNTS = {"bytes": format_bytes, "FLOPs": format_flops}
+_AMOUNTS: dict[str, Callable[[float], str]] = {"bytes": format_bytes, "FLOPs": format_flops}
 _MOST_CURVES = 40
 _MOST_LEFT_OUT = 100  # lines
 _FIRST_CURVES = ("loss", "total_loss", "cka", "knn", "linear", "effective_rank")
