@@ -8,6 +8,7 @@ from fedkernels.clip_loss import clip_loss
 from fedkernels.compare_networks import Comparison, compare
 from fedkernels.debiased_cka import debiased_cka, debiased_cka_pairwise
 from fedkernels.delta_gram import delta_gram
+from fedkernels.gradient_cache import GradientCache
 from fedkernels.info_nce import info_nce
 from fedkernels.internal.native import build_info
 from fedkernels.linear_cka import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CKAAccumulator",
     "Comparison",
+    "GradientCache",
     "MinibatchCKA",
     "TransportInfo",
     "ViewKey",

@@ -1,7 +1,7 @@
 """Compare the sizes of a round's answers with each other and the server's: what honest clients never differ by.
 
-docs/deploy.md has the largest multiples that honest runs were measured to differ by. The limits move with the server's
-state, so a model that one bad answer has spoiled a little still takes the honest answers of the next round.
+docs/when_something_fails.md has the largest multiples that honest runs were measured to differ by. The limits move with
+the server's state, so a model that one bad answer has spoiled a little still takes the next round's honest answers.
 """
 
 from __future__ import annotations

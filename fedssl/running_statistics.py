@@ -16,7 +16,7 @@ from .messages import Message
 
 _MEAN, _VARIANCE = ".running_mean", ".running_var"
 _ENOUGH = 3  # answers; of two the median is their mean
-# docs/deploy.md has the most that honest clients needed
+# docs/when_something_fails.md has the most that honest clients needed
 _LEAST_DEVIATIONS = 0.4
 _MOST_OF_USUAL = 10.0
 _MOST_TIMES = 15.0

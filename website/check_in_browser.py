@@ -9,7 +9,8 @@ both themes, it expects:
 - a page that does not scroll sideways: wide tables scroll in their own boxes.
 
 It also moves the sliders of the figures by keyboard and compares what they show with the operators, and types the
-questions of website/questions.py into the search. Every problem is printed, and the exit status is 1 if there is one.
+questions and the words of website/questions.py into the search. Every problem is printed, and the exit status is 1 if
+there is one.
 """
 
 from __future__ import annotations
@@ -167,21 +168,29 @@ def problems_of_search(browser: Any) -> Iterator[str]:
     """Types each question into the search: the first page found is the answer, or has the question as a result."""
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.goto((SITE / "index.html").resolve().as_uri())
-    box, results = page.locator(".md-search__input"), "a.md-search-result__link[href]"
     for question in questions.QUESTIONS:
-        box.fill("")
-        box.press("End")  # the theme searches when a key is released
-        page.locator(results).first.wait_for(state="detached", timeout=60_000)
-        box.fill(question.words)
-        box.press("End")
-        page.locator(results).first.wait_for(state="attached", timeout=60_000)
-        links = page.locator(results).evaluate_all("all => all.map(link => link.href)")
+        links = _found(page, question.words)
         first = _page(links[0])
         print(f"  {question.question} search: {question.words}, first result: {first}")
         headings = [link.partition("#")[2] for link in links if _page(link) == questions.PAGE]
         if first != question.answer and not (first == questions.PAGE and question.heading in headings):
             yield f"the search for “{question.words}” finds {first} {headings} first, expected {question.answer}"
+    for words, expected in questions.SEARCHES.items():
+        if (first := _page(_found(page, words)[0])) != expected:
+            yield f"the search for “{words}” finds {first} first, expected {expected}"
     page.close()
+
+
+def _found(page: Any, words: str) -> list[str]:
+    """Type words into the search of a page, and return the links that it finds."""
+    box, results = page.locator(".md-search__input"), "a.md-search-result__link[href]"
+    box.fill("")
+    box.press("End")  # the theme searches when a key is released
+    page.locator(results).first.wait_for(state="detached", timeout=60_000)
+    box.fill(words)
+    box.press("End")
+    page.locator(results).first.wait_for(state="attached", timeout=60_000)
+    return list(page.locator(results).evaluate_all("all => all.map(link => link.href)"))
 
 
 def _page(link: str) -> str:

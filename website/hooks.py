@@ -16,6 +16,8 @@ from website import equations, generated, quoted_results, repository_files
 
 _GENERATED = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
 _FROM_ANOTHER_HOST = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="((?:https?:)?//[^"]+)""")
+#: of pages in the search; attacks.md names nearly every word of the other pages
+_BOOSTS = {"questions.md": 3, "glossary.md": 2, "attacks.md": 0.2, "how_it_is_made.md": 0.5}
 _equations: dict[str, list[str]] = {}
 
 
@@ -37,8 +39,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = quoted_results.without_marks(quoted_results.fill(markdown))
     if uri.startswith(repository_files.FOLDER):
         page.meta["search"] = {"boost": 0.1}  # pages that explain come before the files that they explain
-    elif uri == "questions.md":
-        page.meta["search"] = {"boost": 3}
+    elif uri in _BOOSTS:
+        page.meta["search"] = {"boost": _BOOSTS[uri]}
     markdown, _linked = repository_files.rewrite_links(markdown, uri)
     markdown = _GENERATED.sub(lambda match: generated.text(match[1], uri), markdown)
     markdown, _equations[uri] = (
@@ -50,6 +52,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Put the equations back, and let the keyboard scroll what is wide."""
     html = equations.put_back(html, _equations.pop(page.file.src_uri))
+    html = html.replace("<svg ", "<svg data-search-exclude ")  # labels of drawings are no text to be found
     return html.replace("<pre>", '<pre tabindex="0">')
 
 

@@ -27,7 +27,7 @@ def table(operator: str, page: str) -> str:
         target = f"{FOLDER}/{path.relative_to(ROOT).as_posix()}"
         link = posixpath.relpath(target, posixpath.dirname(page))
         sections.append(
-            f"### On {path.parent.name}\n\n{named}\n\nWritten by `python -m benchmarks {operator}`; "
+            f"### On {path.parent.name}\n\n{_folded(named)}\n\nWritten by `python -m benchmarks {operator}`; "
             f"[the whole file]({link}) says how to read it."
         )
     if not sections:
@@ -58,14 +58,20 @@ def _curve(path: Path, command: str) -> str:
     return "\n\n".join(
         (
             f"### Over sizes, on {path.parent.name}",
-            f'<div class="curve" role="img" aria-label="Time and memory over the size, as in the table below">\n'
+            '<div class="curve" data-search-exclude role="img" '
+            'aria-label="Time and memory over the size, as in the table below">\n'
             f"{picture}\n</div>",
             "Milliseconds, and in brackets the MiB beyond the outputs:",
-            "\n".join(f"| {' | '.join(line)} |" for line in lines),
+            _folded("\n".join(f"| {' | '.join(line)} |" for line in lines)),
             f"Written by {command} on {about['date']}: {about['processor']}, {about['threads']} threads, torch "
             f"{about['torch']}, medians of {about['repeats']} repeats.",
         )
     )
+
+
+def _folded(markdown: str) -> str:
+    """Markdown that a reader opens with a click."""
+    return f'<details markdown="1" data-search-exclude>\n<summary>The table</summary>\n\n{markdown}\n\n</details>'
 
 
 def _cell(point: dict[str, str]) -> str:

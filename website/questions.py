@@ -33,17 +33,29 @@ QUESTIONS = (
     Question("Which method for weak devices?", "weak devices", "methods/lw_fedssl.md"),
     Question("My clients have different networks.", "different networks", "methods/hetero_ssfl.md"),
     Question("How do I add a loss, an aggregator or a schedule?", "add a loss", "add_a_method.md"),
-    Question("What leaves my hospital?", "what leaves my hospital", "deploy.md"),
+    Question("What leaves my hospital?", "what leaves my hospital", "what_leaves_a_site.md"),
     Question("How long will my run take?", "how long", "speed.md"),
-    Question("How much memory does a client need?", "how much memory", "methods.md"),
+    Question("How much memory does a client need?", "how much memory", "operations.md"),
     Question("Can I resume a run after a crash?", "resume after crash", "command_line.md"),
-    Question("Can I give a finished run more rounds?", "more rounds", "methods.md"),
-    Question("My loss became NaN. Why?", "loss nan", "methods.md"),
+    Question("Can I give a finished run more rounds?", "more rounds", "operations.md"),
+    Question("My loss became NaN. Why?", "loss nan", "operations.md"),
     Question("How do I use the encoder afterwards?", "use the encoder", "own_images.md"),
     Question("How do I compare two methods fairly?", "compare two methods", "methods.md"),
     Question("Can I use one operator alone?", "one operator alone", "operators.md"),
     Question("Do the papers' results come out?", "papers results", "what_reproduces_what.md"),
 )
+
+#: words that are typed into the search, and the page that must come first
+SEARCHES = {
+    "learning rate": "options.md",
+    "effective rank": "glossary.md",
+    "batch_size": "options.md",
+    "custom loss": "add_a_method.md",
+    "my own dataset": "own_images.md",
+    "citation": "questions.md",
+    "hyperparameter": "methods.md",
+    "checkpoint": "operations.md",
+}
 
 
 def clicks_to(question: Question) -> list[str]:

@@ -33,6 +33,8 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
         app.command(_function.__name__.replace("_", "-"), rich_help_panel=_panel)(_function)
+_SWEEP = "Choose the options of a table's rows by equally many trials of each, then run the table, as run-table does."
+app.command("sweep", rich_help_panel="Run and look at the results", help=_SWEEP)(run_table)
 _ACROSS_MACHINES = "Across machines, with Flower (docs/deploy.md)"
 app.add_typer(across_machines.app, name="provision", rich_help_panel=_ACROSS_MACHINES)
 app.command("app", rich_help_panel=_ACROSS_MACHINES)(across_machines.flower_app)

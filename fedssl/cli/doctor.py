@@ -78,5 +78,5 @@ def diagnose() -> list[tuple[str, str]]:
         facts.append(("cuda", f"{torch.version.cuda}: {', '.join(names)}"))
     else:
         facts.append(("cuda", "no device; everything runs on the processor"))
-    facts += [(f"fedkernels, {what}", finding) for what, finding in fedkernels.build_info().items()]
+    facts += [(f"fedkernels, {what}", finding) for what, finding in fedkernels.build_info().items() if finding]
     return facts

@@ -118,9 +118,10 @@ def partition(
 
     loaded = load_recipe(recipe, overrides or (), trust=trust)
     if chart is not None:
-        from ..reports.plots import draw_partition, figure_kind, write_figure
+        from ..reports.plots import draw_partition, figure_kind, png_bytes
+        from ..run_folder.storage import make_folder, write_atomically
 
-        figure_kind(chart)
+        kind = figure_kind(chart)
         folder = loaded.data.path
         if loaded.data.name in ("images", "folder") and folder and chart.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"--chart: {chart} would be one of the images in {folder}; name a file elsewhere")
@@ -129,7 +130,8 @@ def partition(
     counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))
     print_text(format_partition(counts, dataset.counted_as))
     if chart is not None:
-        write_figure(chart, draw_partition(counts, dataset.counted_as))
+        make_folder(chart.absolute().parent)
+        write_atomically(chart, png_bytes(draw_partition(counts, dataset.counted_as), kind))
         print_text(f"The chart is in {chart}")
     print_next("run", recipe, *(overrides or ()), *trusted(trust))
 
@@ -184,14 +186,14 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
     for text in told:
         print_text(text)
     if options is None and told:
-        print_text("Such a recipe cannot have differential privacy, so no epsilon is counted (docs/deploy.md).")
+        print_text("Such a recipe cannot have differential privacy, so no epsilon is counted (docs/privacy.md).")
         print_next("run", recipe, *(overrides or ()), *trusted(trust))
         return
     if options is None:
         raise UserError(
             "the recipe has no differential privacy, so there is nothing to count: set flower.differential_privacy, "
             "for instance engine=flower flower.differential_privacy='{name: fixed_clipping, clipping_norm: 1, "
-            "noise_multiplier: 2}' (docs/deploy.md)"
+            "noise_multiplier: 2}' (docs/privacy.md)"
         )
     from rich.table import Table as TextTable
 

@@ -44,7 +44,7 @@ def run(
     output: RunFolder = None,
     resume: Annotated[
         Path | None,
-        Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/methods.md)."),
+        Option(help="Continue the run in this folder; with rounds=N a finished one too (docs/operations.md)."),
     ] = None,
     from_round: Annotated[
         int | None,
@@ -179,14 +179,17 @@ def run_table(
             help="Only list the runs, their cost in FLOPs and in hours on this machine, and the paper's figures.",
         ),
     ] = False,
+    part: Annotated[
+        tuple[int, int], Option(min=1, metavar="K N", help="Run the K-th of N parts, to divide a table among machines.")
+    ] = (1, 1),
     trust: Trust = False,
 ) -> None:
     """Run every recipe of a table with every seed, and write the table.
 
     The same command continues an interrupted table; finished cells are kept. A table of kind `resources` trains
-    nothing and counts what each row needs.
+    nothing and counts what each row needs. One with the key `sweep` first chooses the options of its rows.
     """
-    from ..tables import runner as table_runner
+    from ..tables.sweep import run_sweep, trials_of
     from ..tables.table import load_table
 
     loaded = load_table(table, trust)
@@ -194,7 +197,7 @@ def run_table(
     if dry:
         from ..tables.dry_run import dry_run
 
-        dry_run(loaded, overrides or (), note=print_text)
+        dry_run(trials_of(loaded, trust) if loaded.sweep else loaded, overrides or (), note=print_text)
         folder = ["--output", str(output)] if output else []
         print_next("run-table", table, *(overrides or ()), *folder, *trusted(trust))
         return
@@ -204,11 +207,11 @@ def run_table(
         run_resource_table(loaded, path, overrides or (), note=print_text)
         return
     try:
-        table_runner.run_table(loaded, path, overrides or (), jobs=jobs, note=print_text)
+        run_sweep(loaded, path, overrides or (), jobs, print_text, part, trust)
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise Exit(130) from None
-    print_next("report", next(file.parent for file in sorted(path.rglob("recipe.yaml"))))
+    print_next("report", next((file.parent for file in sorted(path.rglob("recipe.yaml"))), path))
 
 
 def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:

@@ -1,5 +1,6 @@
 """A run's images: training and test images with their labels, and the public images of the alignment."""
 
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ _MEASURED_TRAINING_IMAGES = 2000
 _PUBLIC_KEYS = ("x", "x_train", "train_images")
 
 # One random stream per purpose, so that (for instance) a public_limit does not change the training images.
-_HOLDOUT_STREAM, _TRAIN_STREAM, _TEST_STREAM, _PUBLIC_STREAM = range(1, 5)
+_HOLDOUT_STREAM, _TRAIN_STREAM, _TEST_STREAM, _PUBLIC_STREAM, _VALIDATION_STREAM = range(1, 6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,11 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     train, test = (_resized(split, options.image_size) for split in (splits.train, splits.test))
     validation = None if splits.validation is None else _resized(splits.validation, options.image_size)
     _require_usable_shapes(train, test=test, validation=validation)
+
+    if options.validation_fraction > 0:
+        order = torch.from_numpy(np.random.default_rng([0, _VALIDATION_STREAM]).permutation(len(train.labels)))
+        held, kept = order.tensor_split([math.ceil(options.validation_fraction * len(order))])
+        train, test = train.rows(kept.sort().values), train.rows(held.sort().values)
 
     public_images = None
     if options.public_path is not None:

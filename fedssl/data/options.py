@@ -88,6 +88,13 @@ class DataOptions(Options):
         None, ge=1, description="most test images, balanced by class and the same for every seed"
     )
     public_limit: int | None = Field(None, ge=1, description="most public images, drawn by the seed")
+    validation_fraction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="the share of the training images, the same for every seed, that is measured on in place of the "
+        "test images, to choose options by (fedssl sweep)",
+    )
     image_size: int | None = Field(
         None,
         ge=4,

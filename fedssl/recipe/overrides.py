@@ -84,6 +84,7 @@ def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
             values[key] = [_table_from(folder, dict(one)) if isinstance(one, dict) else one for one in entries]
     if isinstance(settings := values.get("settings"), dict):
         values["settings"] = _recipe_from(folder, settings)
+    values |= {key: with_paths_from(folder, key, values[key]) for key in ("sweep",) if key in values}
     if isinstance(recipe := values.get("recipe"), str) and recipe.endswith((".yaml", ".yml")):
         values["recipe"] = str(absolute_path(folder, recipe))
     return values

@@ -12,7 +12,7 @@ from ..errors import UserError
 from ..options import explain_errors, shortened
 from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run_folder.directory import RunDirectory
-from ..untrusted import PART_KEYS, own_part_file, own_parts
+from ..untrusted import MOST_BYTES, PART_KEYS, own_part_file, own_parts, parse_yaml, read_regular_file
 from .overrides import DEFAULT_AUGMENTATION, read_values, with_paths_from
 from .presets import AppliedPreset, apply_preset, parts_in, with_overrides
 from .recipe import Recipe
@@ -79,7 +79,9 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
     Args:
         directory: the run's.
         trust: allow the code of part files and modules that the recipe names.
-        resuming: the run is continued: also allow code that has not changed since the run began.
+        resuming: the run is continued: also allow code that has not changed since the run began. Otherwise such code is
+            allowed only where the recipe has its absolute path, as runs store it: whoever sends a run cannot know where
+            it will lie.
 
     Raises:
         UserError: the recipe names code that is not allowed, or is not valid.
@@ -87,16 +89,18 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
     file = directory.path / "recipe.yaml"
     values = read_values(file)
     _leave_out_gone(values)
+    as_written = own_parts(parse_yaml(read_regular_file(file, MOST_BYTES).decode(), str(file)))
     for name in [] if trust else own_parts(values):
         if defined_elsewhere(name):
             continue  # it cannot be run here, which the check of the recipe reports
-        unchanged = directory.part_unchanged(name) if resuming else None
+        known = resuming or (name.endswith(".py") and name in as_written)
+        unchanged = directory.part_unchanged(name) if known else None
         if unchanged is None:
             refuse_code([name], str(file))
         if unchanged is False:
             raise UserError(
                 f"{name}, a part of {file}, was changed since the run began: put back the file as it was, or give "
-                "--trust to continue with it as it is"
+                "--trust to use it as it is"
             )
     return parse_recipe(values, str(file))
 

@@ -102,7 +102,7 @@ class FlowerOptions(Options):
     )
     connect_seconds: float = Field(600, gt=0, description="seconds to wait for clients to connect")
     differential_privacy: Annotated[LocalDP | FixedClipping, Field(discriminator="name")] | None = Field(
-        None, description="noise that hides each client's weights; null: none (docs/deploy.md)"
+        None, description="noise that hides each client's weights; null: none (docs/privacy.md)"
     )
     epsilon_budget: float | None = Field(
         None,
@@ -111,7 +111,7 @@ class FlowerOptions(Options):
         "null: no limit",
     )
     secure_aggregation: SecAggPlus | None = Field(
-        None, description="hides each client's weights from the server; null: off (docs/deploy.md)"
+        None, description="hides each client's weights from the server; null: off (docs/privacy.md)"
     )
     cpus: int | None = Field(None, ge=1, description="processor cores of a simulation; all by default")
     client_cpus: int = Field(

@@ -6,11 +6,14 @@ of round, which is counted (accounting.py). A run of the recipe therefore logs t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from math import prod
+from functools import partial
+from math import isfinite, prod
+from statistics import fmean
 
+from matplotlib.ticker import EngFormatter
 from rich.table import Table as TextTable
 
 from ..accounting import StepCost, StepCounter
@@ -261,9 +264,9 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
             format_bytes(largest.memory) if largest else "-",
             format_bytes(largest.activations) if largest else "-",
             format_flops(max(step.flops for step in steps)) if steps else "-",
-            format_flops(mean(flops)) if flops else "-",
-            format_bytes(mean([value for cost in rounds for value in cost.bytes_down.values()])),
-            format_bytes(mean([value for cost in rounds for value in cost.bytes_up.values()])),
+            format_flops(fmean(flops)) if flops else "-",
+            format_bytes(fmean([value for cost in rounds for value in cost.bytes_down.values()] or [0])),
+            format_bytes(fmean([value for cost in rounds for value in cost.bytes_up.values()] or [0])),
         )
     total = totals(costs)
     table.add_row(
@@ -271,11 +274,6 @@ def format_costs(costs: Sequence[RoundCost]) -> TextTable:
         format_bytes(total["bytes_down"]), format_bytes(total["bytes_up"]),
     )  # fmt: skip
     return table
-
-
-def mean(values: Collection[float]) -> float:
-    """Return the mean, or 0 without values."""
-    return sum(values) / len(values) if values else 0.0
 
 
 def costs_as_csv(costs: Sequence[RoundCost]) -> str:
@@ -292,20 +290,9 @@ def costs_as_csv(costs: Sequence[RoundCost]) -> str:
     return csv_text([header, *rows])
 
 
-def format_bytes(count: float) -> str:
-    """Return bytes in decimal units: `0`, `812 B`, `4.1 kB`, `20.5 MB`, `1.3 GB`."""
-    if count < 1000:
-        return f"{count:.0f} B" if count else "0"
-    return _in_units(count, {"kB": 1e3, "MB": 1e6, "GB": 1e9})
+def format_bytes(count: float, unit: str = "B") -> str:
+    """Return bytes as `20.5 MB`, or by `format_flops` operations as `4.1 G`; what is not finite stays as it is."""
+    return str(EngFormatter(unit=unit, places=1)(count)) if isfinite(count) else str(count)
 
 
-def format_flops(count: float) -> str:
-    """Return floating-point operations: `812.0 M`, `4.1 G`, `20.5 T`, `1.2 P`."""
-    return _in_units(count, {"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15})
-
-
-def _in_units(count: float, units: Mapping[str, float]) -> str:
-    """Return a count in the first unit in which it is below 1000, or in the last."""
-    fitting = (unit for unit, size in units.items() if count < 999.95 * size)
-    unit = next(fitting, list(units)[-1])
-    return f"{count / units[unit]:,.1f} {unit}"
+format_flops = partial(format_bytes, unit="")

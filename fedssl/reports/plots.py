@@ -30,7 +30,7 @@ from torch import Tensor
 from ..data.partitions import checked_shape
 from ..errors import UserError
 from ..evaluation.metrics import LARGEST_FIGURE, METRICS, format_values, is_accuracy, mean_and_spread, metric_title
-from ..run_folder.storage import make_folder, require_file_name, write_atomically
+from ..run_folder.storage import require_file_name
 from ..untrusted import plot_text
 
 TEXT, MUTED, GRID = "#222222", "#666666", "#E3E3E3"
@@ -73,10 +73,10 @@ def class_colours(classes: int) -> NDArray[np.float64]:
     return np.asarray(colormaps["tab10" if classes <= 10 else "tab20"](index))
 
 
-def png_bytes(figure: Figure) -> bytes:
-    """Return a figure as the content of a PNG file, 150 dots per inch."""
+def png_bytes(figure: Figure, kind: str = "png") -> bytes:
+    """Return a figure as the content of a PNG file, or of one of another `figure_kind`, 150 dots per inch."""
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=150)
+    figure.savefig(data, format=kind, dpi=150)
     return data.getvalue()
 
 
@@ -88,14 +88,6 @@ def figure_kind(path: Path) -> str:
     if kind not in known:
         raise UserError(f"{path}: no image can be written as .{kind}; expected one of {', '.join(sorted(known))}")
     return kind
-
-
-def write_figure(path: Path, figure: Figure) -> None:
-    """Write a figure as an image file in the format of the suffix, see `figure_kind`, 150 dots per inch."""
-    data = io.BytesIO()
-    figure.savefig(data, format=figure_kind(path), dpi=150)
-    make_folder(path.absolute().parent)
-    write_atomically(path, data.getvalue())
 
 
 def tidy(axes: Axes) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 import yaml
 
+from ..data.files import notify
 from ..errors import UserError
 from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated, metric_title
 from ..evaluation.verdict import verdict
@@ -28,7 +29,7 @@ from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectrum, m
 Methods = Mapping[str, Sequence[Run]]
 Result = TypeVar("Result")
 _TRAFFIC = ("bytes_down", "bytes_up")
-_AMOUNTS = {"bytes": format_bytes, "FLOPs": format_flops}
+_AMOUNTS: dict[str, Callable[[float], str]] = {"bytes": format_bytes, "FLOPs": format_flops}
 _SPENDING = {"FLOPs of a client so far": ("flops",), "bytes that a client received and sent so far": _TRAFFIC}
 _MOST_CURVES = 40
 _MOST_LEFT_OUT = 100  # lines
@@ -41,10 +42,6 @@ _SPECTRUM_CAPTION = (
     "Singular values of the centred test representations after training, relative to the largest; geometric mean over "
     "clients and runs. A line that falls off early means a representation collapsed to few directions."
 )
-_SHOWN_KEYS = (
-    "rounds", "clients_per_round", "client_dropout", "architectures", "data", "partition", "objective", "regularizers",
-    "schedule", "aggregators", "local_update", "training",
-)  # fmt: skip
 
 
 def write_report(
@@ -66,8 +63,8 @@ def write_report(
             `collapse_of_run`); this loads the run's images.
         images: also show images of the data as the encoder sees them (each method's first finished run, see
             `image_pictures_of_run`); the page then holds these images.
-        trust: run the code of your own parts that a run's recipe names; only the two options above need it, and
-            without it the page says that they are missing, and why.
+        trust: run the code of your own parts that a run's recipe names, also if it has changed since the run; only the
+            two options above need that code, and where it is not run the page and a line say what is missing, and why.
 
     Raises:
         UserError: a folder holds no run, no run has a finished round, or the file cannot be written.
@@ -84,6 +81,9 @@ def write_report(
     require_file_name(path)
     analyses = _of_first_finished(records, collapse_of_run, trust) if collapse else {}
     pictures = _of_first_finished(records, image_pictures_of_run, trust) if images else {}
+    for name, found in (analyses | pictures).items():
+        if isinstance(found, str):
+            notify(f"the report shows less of {name}: {found}")
     make_folder(path.absolute().parent)
     write_atomically(path, build_report(records, analyses, pictures).encode())
     return path
@@ -116,6 +116,7 @@ def build_report(
         methods.setdefault(run.name, []).append(run)
     first = {name: runs[0] for name, runs in methods.items()}
     metrics = _evaluated_metrics(runs)
+    finished = [run for runs in methods.values() for run in [run for run in runs if run.finished][:1]]
     folders = [(name, run.seed, run.path) for name, runs in methods.items() for run in runs]
     texts = {name: str(run.recipe.get("description") or "") for name, run in first.items()}
     return render_page(
@@ -130,7 +131,7 @@ def build_report(
         ],
         results=_results_table(methods, metrics),
         results_chart=_results_chart(methods, metrics),
-        verdicts=[(run.name, sentence) for run in _first_finished(methods) for sentence in verdict(run)],
+        verdicts=[(run.name, sentence) for run in finished for sentence in verdict(run)],
         curves=_curve_charts(methods) + _spending_charts(methods),
         constants=_constants_table(methods),
         spectrum=_spectrum_chart(methods),
@@ -306,12 +307,6 @@ def _spent_by_round(run: Run, amounts: Sequence[str]) -> dict[int, float]:
     )
 
 
-def _first_finished(methods: Methods) -> list[Run]:
-    """Return the first finished run of each method that has one."""
-    finished = ([run for run in runs if run.finished] for runs in methods.values())
-    return [runs[0] for runs in finished if runs]
-
-
 def _constant(runs: Sequence[Run], metric: str) -> float | None:
     """Return bytes or operations that are the same in several rounds of all these runs; None if they are not."""
     if metric not in METRICS or METRICS[metric].unit not in _AMOUNTS:
@@ -435,17 +430,12 @@ def _traffic_table(methods: Methods) -> PageTable:
     return PageTable(("method", "seed", "rounds", "down to clients", "up to the server", "together"), rows)
 
 
-def _settings_table(methods: Methods) -> PageTable:
-    """Return the settings of each method's first run; methods that share a value share a line."""
-    rows: list[tuple[str, str, str]] = []
-    for key in _SHOWN_KEYS:
-        names_by_value: dict[str, list[str]] = {}
-        for name, runs in methods.items():
-            names_by_value.setdefault(_one_line(runs[0].recipe.get(key)), []).append(name)
-        if set(names_by_value) != {"-"}:
-            for i, (value, names) in enumerate(names_by_value.items()):
-                rows.append(("" if i else key, ", ".join(names) if len(names_by_value) > 1 else "all", value))
-    return PageTable(("setting", "of", "value"), rows, text_columns=3)
+def _settings_table(methods: Methods) -> PageTable | None:
+    """Return the settings in which the methods' first runs differ, or None; the recipes below have all of them."""
+    recipes = [flatten_keys(dict(runs[0].recipe)) for runs in methods.values()]
+    rows = [(key, *(str(recipe.get(key, "-")) for recipe in recipes)) for key in dict.fromkeys(chain(*recipes))]
+    rows = [row for row in rows if len(set(row[1:])) > 1 and row[0] not in ("name", "seed", "description")]
+    return PageTable(("setting", *methods), rows, text_columns=1 + len(methods)) if rows else None
 
 
 def _history_table(methods: Methods) -> PageTable | None:
@@ -458,20 +448,6 @@ def _history_table(methods: Methods) -> PageTable | None:
         for change in run.history
     ]
     return PageTable(("method", "seed", "after round", *columns[1:]), rows, text_columns=8) if rows else None
-
-
-def _one_line(value: Any) -> str:
-    """Return a recipe's value as a line of text: a part as `name (key=value, ...)`, without options that are None."""
-    if value is None:
-        return "-"
-    if isinstance(value, list):
-        return "; ".join(_one_line(item) for item in value) or "-"
-    if isinstance(value, dict):
-        options = ", ".join(f"{k}={_one_line(v)}" for k, v in value.items() if k != "name" and v is not None)
-        if "name" not in value:
-            return options
-        return f"{value['name']} ({options})" if options else str(value["name"])
-    return str(value)
 
 
 def _privacy_table(methods: Methods) -> PageTable | None:

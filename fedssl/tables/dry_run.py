@@ -17,6 +17,7 @@ from ..data.options import SOURCES, DataOptions
 from ..data.partitions import PartitionOptions, deal
 from ..data.summary import summarise
 from ..engines.pace import opened, timed_step
+from ..engines.time_left import format_duration
 from ..errors import UserError
 from ..evaluation.evaluate import EvaluationOptions
 from ..evaluation.metrics import short_title
@@ -122,10 +123,14 @@ def _is_missing(path: Path | None, option: str) -> bool:
 def _scenario_table(table: Table, scenario: TableScenario, costs: Sequence[RunCost | None]) -> str:
     printed = [metric for metric in table.metrics if any(metric in figures for figures in scenario.paper.values())]
     papers = [f"paper: {short_title(metric)}" for metric in printed]
-    header = ["row", "seeds", "steps a run", "FLOPs a run", "hours a run", *papers]
+    header = ["row", "seeds", "steps a run", "FLOPs a run", "time a run", *papers]
     lines = []
     for row, cost in zip(table.rows, costs, strict=True):
-        cells = ["-"] * 3 if cost is None else [f"{cost.steps:,.0f}", format_flops(cost.flops), _hours(cost.seconds)]
+        cells = (
+            ["-"] * 3
+            if cost is None
+            else [f"{cost.steps:,.0f}", format_flops(cost.flops), format_duration(cost.seconds)]
+        )
         paper = [scenario.paper.get(row.label, {}).get(metric, "-") for metric in printed]
         lines.append([row.label, str(len(table.seeds)), *cells, *paper])
     return plain_table(header, lines, label_width=40)
@@ -139,7 +144,7 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
     if costs:
         flops, seconds = seeds * sum(cost.flops for cost in costs), seeds * sum(cost.seconds for cost in costs)
         device = "its GPU" if torch.cuda.is_available() else "its processor"
-        cost = f"{format_flops(flops)} FLOPs, {_hours(seconds)} hours on this machine with {device}"
+        cost = f"{format_flops(flops)} FLOPs, {format_duration(seconds)} on this machine with {device}"
         note(f"\nIn all{left_out}: {cost}, one run at a time.")
         note(
             "Estimated from steps on images of noise: each kind of step is counted (a multiply-add is two FLOPs), "
@@ -148,13 +153,6 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
         )
     if not any(scenario.paper for scenario in table.all_scenarios):
         note("The paper prints no figures for this table, or the table holds none.")
-
-
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600
-    if hours >= 100:
-        return f"{hours:,.0f}"
-    return f"{hours:.1f}" if hours >= 1 else f"{hours:.2f}"
 
 
 def training_data(options: DataOptions, seed: int, expected: ExpectedData | None) -> Dataset | None:

@@ -27,7 +27,7 @@ from ..reports.page import PageFigure, PageTable, page_figure, render_page
 from ..reports.plots import Card, draw_table_picture, png_bytes
 from ..run_folder.record import Run, read_run
 from ..run_folder.storage import csv_text, make_folder, write_atomically
-from .results import RULES, Results, listed, reference_row, verdict
+from .results import RULE, Results, listed, reference_row, verdict
 from .table import UNTRAINED, Table, cell_path
 
 #: receives a text for the user
@@ -188,7 +188,7 @@ def _html(table: Table, results: Sequence[Results], pictures: Sequence[PageFigur
         figures=PageTable(header, rows, text_columns, classes, groups if table.scenarios else []),
         reading=_how_to_read(table, results),
         verdicts=_verdicts(table, results),
-        rule=RULES[table.verdict],
+        rule=RULE,
         rows=PageTable(("row", "recipe", "settings of its own"), settings, text_columns=3),
         scenarios=PageTable(("scenario", "settings"), scenarios, text_columns=2) if scenarios else None,
         settings=_settings_line(table.settings),
@@ -207,7 +207,7 @@ def _markdown(table: Table, results: Sequence[Results]) -> str:
     figures = markdown_table(header, rows, text_columns)
     parts = [f"# {table.name}", _folded_description(table), figures, _how_to_read(table, results)]
     if verdicts := _verdicts(table, results):
-        parts += ["\n".join(f"- {line}" for line in verdicts), RULES[table.verdict]]
+        parts += ["\n".join(f"- {line}" for line in verdicts), RULE]
     return "\n\n".join(parts) + "\n"
 
 

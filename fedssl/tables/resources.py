@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from ..data.datasets import Dataset
 from ..errors import UserError
 from ..federation import build_federation
 from ..recipe.recipe import Recipe
-from ..reports.cost import estimate, mean
+from ..reports.cost import estimate
 from ..run_folder.storage import csv_text, make_folder, write_atomically
 from .files import Note, markdown_table, plain_table, write_description
 from .table import RESOURCES, Metric, Table, TableRow, cell_recipe
@@ -91,8 +92,9 @@ def _count(table: Table, row: TableRow, recipe: Recipe) -> dict[Metric, float]:
     passes = (2 if recipe.objective.name == "simclr" else 1) * recipe.training.local_epochs
     return {
         "memory": max(step.memory for cost in costs for step in cost.step.values()) / 1e9,
-        "flops": sum(mean(cost.one_view_flops.values()) for cost in costs) * passes / 2 / 1e9,
-        "traffic": sum(mean(cost.bytes_down.values()) + mean(cost.bytes_up.values()) for cost in costs) / _PAPER_GB,
+        "flops": sum(fmean(cost.one_view_flops.values() or [0]) for cost in costs) * passes / 2 / 1e9,
+        "traffic": sum(fmean(d.values() or [0]) for cost in costs for d in (cost.bytes_down, cost.bytes_up))
+        / _PAPER_GB,
     }
 
 

@@ -114,21 +114,21 @@ def reference_row(table: Table) -> str:
 
 #: the metrics that the verdict judges, and their names in its sentences
 JUDGED = {"knn": "kNN accuracy", "linear": "Linear accuracy"}
-#: the rule in a sentence, by the table's `verdict`
-RULES = {
-    "collaboration": "The rule: a collaboration gain is claimed only where the method's mean exceeds the mean of every "
-    "baseline and of every control by more than the sum of the two sample standard deviations.",
-    "comparison": "The rule: the method beats a row only where its mean exceeds that row's by more than the sum of the "
-    "two sample standard deviations.",
-}
+#: how a row is beaten, in sentences
+RULE = (
+    "The rule: a row is compared with the method seed by seed, and beaten where the 95 % interval of the mean "
+    "difference is above 0 (Student's t): where the mean exceeds the differences' standard deviation, which stands "
+    "behind ±, times 9.0 for two seeds, 2.5 for three and 1.2 for five. Where the interval holds 0, it is a tie. A "
+    "collaboration gain is claimed only where the method beats every baseline and every control."
+)
 
 
 def verdict(table: Table, results: Results) -> str:
     """Return the verdict on one scenario: a line for kNN and one for linear accuracy; empty without a method.
 
-    To beat a row is to exceed its mean by more than the sum of the two sample standard deviations. A table with
-    `verdict: collaboration` claims a collaboration gain if the method beats every baseline and control, or names those
-    that it does not beat; this needs two seeds, a baseline and a control. With `comparison` it only names both kinds.
+    Rows share their seeds, and with these the clients' images, so they are compared seed by seed, see `RULE`. A table
+    with `verdict: collaboration` claims a collaboration gain if the method beats every baseline and control, or names
+    those that it does not beat; this needs two seeds, a baseline and a control. With `comparison` it only names them.
     """
     if table.method is None:
         return ""
@@ -136,48 +136,40 @@ def verdict(table: Table, results: Results) -> str:
 
 
 def _judge(table: Table, method: str, results: Results, metric: str) -> str:
-    name = JUDGED[metric]
+    count = len(table.seeds)
+    name = f"{JUDGED[metric]} ({count} seed{'s' * (count > 1)})"
     rivals = [*table.baselines, *table.controls]
     collaboration = table.verdict == "collaboration"
     undecided = f"{name}: nothing can be said about {'a collaboration gain' if collaboration else 'the order'}:"
     if collaboration and not (table.baselines and table.controls):
         return f"{undecided} the table has no {'controls' if table.baselines else 'baselines'}."
-    missing = [label for label in (method, *rivals) if len(results.values(label, metric)) < len(table.seeds)]
-    if missing and all(len(results.finished.get(label, ())) == len(table.seeds) for label in missing):
+    missing = [label for label in (method, *rivals) if len(results.values(label, metric)) < count]
+    if missing and all(len(results.finished.get(label, ())) == count for label in missing):
         return f"{undecided} {listed(missing)} ran on images without labels, which have no accuracy."
     if missing:
         return f"{undecided} runs of {listed(missing)} are missing."
-    if len(table.seeds) < 2:
+    if count < 2:
         return f"{undecided} one seed has no spread, at least two are needed."
-    reached = results.values(method, metric)
-    beaten, unbeaten = [], []
+    reached = results.after[method, metric]
+    said: dict[str, list[str]] = {"beats": [], "is tied with": [], "is behind": []}
     for label in rivals:
-        lead, noise = _lead(reached, results.values(label, metric))
-        if lead > noise:
-            beaten.append(f"{label} by {_points(lead)}")
-        elif lead >= -noise:
-            side = "above" if lead > 0 else "below" if lead < 0 else "away"
-            unbeaten.append(f"{label} ({_points(lead)} {side}, within the spread of {_points(noise)})")
+        lead, spread, limit = _lead(reached, results.after[label, metric])
+        points = f"{_points(lead)} ± {spread:.1f}"
+        if lead > limit:
+            said["beats"].append(f"{label} by {points}")
         else:
-            unbeaten.append(f"{label} ({_points(lead)} below)")
-    method_with_value = f"{method} with {format_values(metric, reached)}"
-    if not collaboration:
-        sentences = [f"beats {listed(beaten)}."] if beaten else []
-        sentences += [f"does not beat {listed(unbeaten)}."] if unbeaten else []
-        text = f"{name}: {method_with_value} " + " It ".join(sentences)
-    elif unbeaten:
-        text = f"{name}: no collaboration gain. {method_with_value} does not beat {listed(unbeaten)}."
-        if beaten:
-            text += f" It beats {listed(beaten)}."
-    else:
-        beats = "beats every baseline and every control by more than the spread"
-        text = f"{name}: a collaboration gain. {method_with_value} {beats}: {listed(beaten)}."
+            side = "above" if lead > 0 else "below" if lead < 0 else "away"
+            said["is tied with" if lead >= -limit else "is behind"].append(f"{label} ({points} {side})")
+    method_with_value = f"{method} with {format_values(metric, list(reached.values()))}"
+    gain = "no collaboration gain. " if said["is tied with"] or said["is behind"] else "a collaboration gain. "
+    sentences = ". It ".join(f"{verb} {listed(found)}" for verb, found in said.items() if found)
+    text = f"{name}: {gain if collaboration else ''}{method_with_value} {sentences}."
     if collaboration and table.ceiling:
         text += " " + _room(table, method, results, metric)
-    if untrained := results.values(method, metric, "before"):
-        lead, noise = _lead(reached, untrained)
-        if lead <= noise:
-            text += f" It is not above the untrained encoder ({format_values(metric, untrained)})."
+    if untrained := results.before.get((method, metric)):
+        lead, _, limit = _lead(reached, untrained)
+        if lead <= limit:
+            text += f" It is not above the untrained encoder ({format_values(metric, list(untrained.values()))})."
     return text
 
 
@@ -187,19 +179,24 @@ def _room(table: Table, method: str, results: Results, metric: str) -> str:
     if len(ceiling) < len(table.seeds):
         return f"Runs of {name} are missing, or train another architecture, so the room above the controls is unknown."
     best = max(table.controls, key=lambda label: fmean(results.values(label, metric)))
-    room, noise = _lead(list(ceiling.values()), results.values(best, metric))
-    if room <= noise:
-        return f"There is no room to close: {name} is not above {best}, the best control, by more than the spread."
+    room, _, limit = _lead(ceiling, results.after[best, metric])
+    if room <= limit:
+        return f"There is no room to close: {name} does not beat {best}, the best control."
     reached, lowest = results.after[method, metric], results.after[best, metric]
     mean, spread = mean_and_spread([100 * (reached[seed] - lowest[seed]) / room for seed in table.seeds])
     room_text = f"the {_points(room)} points between {best}, the best control, and {name}"
     return f"It closes {mean:.0f} ± {spread:.0f} % of {room_text}."
 
 
-def _lead(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """Return the difference of the means, and the sum of the spreads, which the difference must exceed."""
-    (mean, spread), (other_mean, other_spread) = mean_and_spread(values), mean_and_spread(others)
-    return mean - other_mean, (spread or 0.0) + (other_spread or 0.0)
+def _lead(values: Mapping[int, float], others: Mapping[int, float]) -> tuple[float, float, float]:
+    """Return the mean difference by seed, its sample standard deviation, and what the mean must exceed."""
+    from scipy.special import stdtrit  # here, as importing it takes time
+
+    differences = [value - others[seed] for seed, value in values.items() if seed in others]
+    mean, spread = mean_and_spread(differences)
+    if spread is None:
+        return mean, 0.0, 0.0
+    return mean, spread, spread * float(stdtrit(len(differences) - 1, 0.975)) / len(differences) ** 0.5
 
 
 def _points(difference: float) -> str:

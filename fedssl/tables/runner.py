@@ -124,6 +124,9 @@ def _require_same_data(cells: Sequence[Cell]) -> None:
 
 
 _SECONDS_BETWEEN_NOTES = 30.0
+#: (k, n): every n-th cell of a table from the k-th on, counted from 1
+Part = tuple[int, int]
+ALL: Part = (1, 1)
 
 
 class Progress:
@@ -288,8 +291,17 @@ def _has_oracle(cell: Cell, progress: Progress) -> bool:
     return True
 
 
+class CellsFailed(UserError):
+    """Some cells of a table failed; the others have run."""
+
+
 def run_table(
-    table: Table, output: Path, overrides: Sequence[str] = (), jobs: int = 1, note: Note = lambda text: None
+    table: Table,
+    output: Path,
+    overrides: Sequence[str] = (),
+    jobs: int = 1,
+    note: Note = lambda text: None,
+    part: Part = ALL,
 ) -> Path:
     """Run the cells of a table that are not finished yet, write its results into `output`, and return this folder.
 
@@ -297,6 +309,7 @@ def run_table(
     Ctrl-C raises KeyboardInterrupt after the worker processes have ended. A cell that fails does not stop the others.
 
     `jobs` cells run at a time, see `run_in_processes`. `note` gets each line of progress, then the table and verdict.
+    Of a `part` no results are written.
 
     Raises:
         UserError: a recipe is refused, another one made a cell in `output`, a file cannot be written, or cells failed.
@@ -307,19 +320,20 @@ def run_table(
     check_output(output, cells)
     _require_same_data(cells)
     write_description(table, output, overrides)
-    waiting = [cell for cell in cells if not cell.finished]
-    note(f"{table.name}: {len(cells)} runs, {len(cells) - len(waiting)} of them finished already; in {output}")
-    progress = Progress(note, len(cells), len(waiting))
+    mine = cells[part[0] - 1 :: part[1]]
+    waiting = [cell for cell in mine if not cell.finished]
+    note(f"{table.name}: {len(mine)} runs, {len(mine) - len(waiting)} of them finished already; in {output}")
+    progress = Progress(note, len(mine), len(waiting))
     run = run_here if jobs == 1 else partial(run_in_processes, jobs=jobs)
     run([cell for cell in waiting if cell.oracle is None], progress=progress)
     run([cell for cell in waiting if cell.oracle is not None and _has_oracle(cell, progress)], progress=progress)
     results = [read_results(table, output, scenario) for scenario in table.all_scenarios]
-    if any(scenario.finished for scenario in results):
+    if part == ALL and any(scenario.finished for scenario in results):
         write_results(table, results, output)
         _note_results(table, [scenario for scenario in results if scenario.finished], output, note)
     if failures := progress.failures:
         listed = "; ".join(f"{cell}: {failures[cell]}" for cell in cells if cell in failures)
-        raise UserError(f"{len(failures)} of {len(cells)} runs failed: {listed}")
+        raise CellsFailed(f"{len(failures)} of {len(mine)} runs failed: {listed}")
     return output
 
 

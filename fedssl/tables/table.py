@@ -82,6 +82,22 @@ class TableScenario(Options):
     )
 
 
+Ranges = dict[str, Annotated[list[Any], Field(min_length=1)]]
+
+
+class Sweep(Options):
+    """How the options of a table's rows are chosen, by equally many trials of each row."""
+
+    trials: int = Field(..., ge=1, description="of each row; in a grid the number of its points")
+    draw: Literal["random", "grid"] = Field("random", description="draw each value, or take all combinations")
+    seed: int = Field(0, ge=0, description="decides what is drawn, and is the seed of the trials' runs")
+    metric: Literal["knn", "linear", "linear_auroc", "view_retrieval"] = Field(
+        "knn", description="the trial with the highest value on the validation images is chosen"
+    )
+    ranges: Ranges = Field({}, description="for all rows: lists of values by key, such as training.learning_rate")
+    own_ranges: dict[str, Ranges] = Field({}, description="what a row draws beside, by its label")
+
+
 class Table(Options):
     """A grid of runs and how to judge it."""
 
@@ -123,6 +139,7 @@ class Table(Options):
     paper: dict[str, dict[Metric, str]] = Field(
         {}, description="as in a scenario; in a table with scenarios each has its own"
     )
+    sweep: Sweep | None = Field(None, description="how the rows' options are chosen before the table is run")
 
     @model_validator(mode="after")
     def _consistent(self) -> Table:
@@ -144,6 +161,7 @@ class Table(Options):
             "ceiling": self.ceiling,
             "oracle": [row.oracle for row in self.rows if row.oracle is not None],
             "paper": [label for scenario in self.all_scenarios for label in scenario.paper],
+            "own_ranges": list(self.sweep.own_ranges) if self.sweep else [],
             "relative_to": [row.relative_to for row in self.rows if row.relative_to is not None],
         }
         for key, value in ((key, value) for key, values in named.items() for value in values):
@@ -163,6 +181,8 @@ class Table(Options):
                     raise ValueError(f"paper: expected a number such as 2.05, got {figure!r}")
             if self.scenarios or self.method is not None:
                 raise ValueError("a table of kind resources cannot have scenarios or a method")
+        if self.sweep and (self.scenarios or named["oracle"] or self.sweep.seed in self.seeds):
+            raise ValueError("sweep: the table must have no scenarios, no oracles, and other seeds than the sweep's")
         judged = [*named["method"], *self.baselines, *self.controls]
         for label in judged:
             if judged.count(label) > 1:
@@ -197,13 +217,18 @@ def load_table(name_or_path: str | Path, trust: bool = False) -> Table:
     Raises:
         UserError: it is missing or invalid; without `trust` also if it, or a recipe that it names, names code to run.
     """
+    return check_table(read_values(name_or_path, "table"), str(name_or_path), trust)
+
+
+def check_table(values: dict[str, Any], source: str, trust: bool = False) -> Table:
+    """Check a table that is given as a mapping, as `load_table`; error messages call it `source`."""
     try:
-        table = Table.model_validate(read_values(name_or_path, "table"))
+        table = Table.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{name_or_path}: {'; '.join(explain_errors(error, Table))}") from error
+        raise UserError(f"{source}: {'; '.join(explain_errors(error, Table))}") from error
     if not trust:
         settings = [table.settings, *(one.settings for one in table.scenarios), *(row.settings for row in table.rows)]
-        refuse_code({name for values in settings for name in own_parts(values)}, str(name_or_path))
+        refuse_code({name for values in settings for name in own_parts(values)}, source)
         for file in sorted({row.recipe for row in table.rows} - set(recipe_names())):
             refuse_code(own_parts(read_values(file)), file)
     return table

@@ -14,6 +14,8 @@ from fedssl.cli import main
 from fedssl.engines.in_process import run
 from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.directory import RunDirectory
+from fedssl.tables.runner import table_cells
+from fedssl.tables.sweep import trials_of
 from fedssl.tables.table import load_table
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from website import questions
@@ -73,6 +75,14 @@ def test_the_parts_of_add_a_method_run(title, key, tmp_path):
     assert RunDirectory.open(tmp_path / "run").read_metrics()
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("operators/")])
+def test_the_example_of_an_operators_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one writes a picture
+    code = "\n".join(code_of(page))
+    assert code
+    exec(code, {})
+
+
 def test_a_link_to_nothing_is_refused():
     with pytest.raises(FileNotFoundError, match=r"docs/start.md links to nothing.md, but docs/nothing.md"):
         rewrite_links("[x](nothing.md)", "start.md")
@@ -114,9 +124,21 @@ def test_every_question_stands_on_its_page_and_two_clicks_lead_to_the_answer():
 
 def test_the_table_of_compare_two_methods_can_be_run(tmp_path):
     path = tmp_path / "mine.yaml"
-    (example,) = code_of("methods.md", "yaml")
+    example, sweep = code_of("methods.md", "yaml")
     path.write_text(example)
     assert [row.label for row in load_table(str(path)).rows] == ["FedU2", "FedBYOL", "local-only"]
+    path.write_text(example.replace("seeds: [0, 1, 2]", "seeds: [1, 2, 3]") + sweep)
+    trials = trials_of(load_table(path))
+    assert len(table_cells(trials, tmp_path)) == 3 * 8
+
+
+def test_the_table_with_an_own_part_can_be_run(tmp_path):
+    (part,) = (code for code in code_of("add_a_method.md") if "class Variance" in code)
+    (tmp_path / "variance.py").write_text(part)
+    (tmp_path / "mine.yaml").write_text(code_of("add_a_method.md", "yaml")[0])
+    trials = trials_of(load_table(tmp_path / "mine.yaml", trust=True), trust=True)
+    names = {type(one).__name__ for cell in table_cells(trials, tmp_path) for one in cell.recipe.regularizers}
+    assert names == {"Variance"}
 
 
 @pytest.mark.parametrize("number", range(len(ORIGINALS) + 1))

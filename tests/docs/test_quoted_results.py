@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import write
-from website import quoted_results, result_tables
+from website import quoted_results, result_tables, result_verdicts
 from website.quoted_results import FIGURE, fill, unmarked
 from website.repository_files import ROOT
 from website.result_tables import RESULTS
@@ -181,3 +181,11 @@ def test_the_site_shows_the_results_figures_without_their_marks(results):
 
 def test_figures_that_no_mark_names_are_found():
     assert unmarked("1.5 and 2.5 and 3.5<!-- = trained: knn: A; B --> 4.5 ± 0.1.") == ["1.5", "4.5 ± 0.1"]
+
+
+@pytest.mark.parametrize(
+    "path", result_verdicts.judged_tables(), ids=lambda path: str(path.parent.relative_to(RESULTS))
+)
+def test_the_committed_verdicts_are_those_of_the_rule(path):
+    """`python -m website.result_verdicts` writes them."""
+    assert result_verdicts.judged(path) == path.read_text(encoding="utf-8")

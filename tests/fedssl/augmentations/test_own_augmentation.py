@@ -82,21 +82,21 @@ def test_what_it_returns_is_checked(returned, got, part, monkeypatch):
         draw_views(part, IMAGES, ROWS, KEY, CPU)
 
 
-def test_a_run_is_resumed_bit_for_bit_and_read_only_where_its_code_is_trusted(noise, noisy, finished, tmp_path):
+def test_a_run_is_resumed_bit_for_bit_and_read_where_its_code_is_unchanged_or_trusted(noise, noisy, finished, tmp_path):
     recipe = noisy(**AVERAGED, augmentation={"name": str(noise), "strength": 0.2})
     straight = run(recipe, tmp_path / "straight").path
     resumed, without = killed_and_resumed(recipe, tmp_path / "killed"), finished(noisy(**AVERAGED))
     assert contents(straight) == contents(resumed)
     assert (straight / "metrics.csv").read_bytes() != (without / "metrics.csv").read_bytes()
-    # its code runs only if it is trusted
+    # its code runs while it is unchanged, or if it is trusted
     assert own_parts(recipe.model_dump()) == [str(noise)]
     directory = RunDirectory.open(straight)
-    with pytest.raises(UserError, match=r"names the part .*noise\.py, whose code would be run.*--trust"):
-        load_stored_recipe(directory)
-    assert type(load_stored_recipe(directory, resuming=True).augmentation).__name__ == "Noise"
+    for resuming in (False, True):
+        assert type(load_stored_recipe(directory, resuming=resuming).augmentation).__name__ == "Noise"
     noise.write_text(CODE.replace("0.1", "0.3"))
-    with pytest.raises(UserError, match=r"noise\.py, a part of .* was changed since the run began"):
-        load_stored_recipe(directory, resuming=True)
+    for resuming in (False, True):
+        with pytest.raises(UserError, match=r"noise\.py, a part of .* was changed since the run began"):
+            load_stored_recipe(directory, resuming=resuming)
     assert type(load_stored_recipe(directory, trust=True).augmentation).__name__ == "Noise"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import errno
+import hashlib
 import importlib.metadata
 import json
 import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +116,9 @@ def test_a_run_exports_its_encoder_or_says_before_it_trains_that_it_cannot(fedss
 
 
 def test_doctor_version_and_partition(fedssl, tmp_path):
-    assert "torch" in fedssl("doctor")[1]
+    said = fedssl("doctor")[1]
+    assert "torch" in said
+    assert "left_out" not in said  # nothing is
     assert fedssl("--version")[1] == f"fedssl {importlib.metadata.version(installed_distribution())}\n"
     code, out, _ = fedssl("partition", "hetero_ssfl", "--chart", "chart.png")
     assert code == 0
@@ -381,8 +385,11 @@ def test_a_full_disk_under_a_chart_leaves_none(fedssl, tiny_file, tmp_path):
 # The code of a received run
 
 
-def received(run: Path, folder: Path, where: str) -> Path:
-    """A copy of the run, made elsewhere, whose recipe names a part in its folder, beside it, or a module."""
+def received(run: Path, folder: Path, where: str, forged: bool = False) -> Path:
+    """A copy of the run, made elsewhere, whose recipe names a part in its folder, beside it, or a module.
+
+    The manifest has no digests, or forged ones that call the code unchanged.
+    """
     shutil.copytree(run, folder / "received")
     old = str(run.parent / "evil.py")
     name = {"inside": "./evil.py", "beside": "../evil.py", "module": "evil_package.evil"}[where]
@@ -391,17 +398,23 @@ def received(run: Path, folder: Path, where: str) -> Path:
     code = {"inside": folder / "received", "beside": folder, "module": folder / "evil_package"}[where]
     code.mkdir(exist_ok=True)
     (code / "evil.py").write_text(EVIL_PART)
-    manifest = folder / "received" / "checkpoints" / "manifest.json"  # without digests, as an attacker would leave it
+    names = [name, str(code / "evil.py")]
+    digest = hashlib.sha256(EVIL_PART.encode()).hexdigest()
+    manifest = folder / "received" / "checkpoints" / "manifest.json"
     values = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({key: values[key] for key in ("round", "files", "lengths", "finished")}))
+    kept = {key: values[key] for key in ("round", "files", "lengths", "finished")}
+    manifest.write_text(json.dumps(kept | ({"parts": dict.fromkeys(names, digest)} if forged else {})))
     return code / "it_ran"
 
 
+@pytest.mark.parametrize("forged", [False, True], ids=["without digests", "with digests of its code"])
 @pytest.mark.parametrize("where", ["inside", "beside", "module"])
-def test_reading_a_received_run_never_runs_its_code(where, fedssl, with_part, tmp_path, monkeypatch):
-    mark = received(with_part, tmp_path, where)
+def test_reading_a_received_run_never_runs_its_code(where, forged, fedssl, with_part, tmp_path, monkeypatch):
+    mark = received(with_part, tmp_path, where, forged)
+    for name in ("evil_package", "evil_package.evil"):  # imported by another case
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)  # as `python -m fedssl` has the working folder
-    for command in (("evaluate", "received"), ("run", "--resume", "received")):
+    for command in (("evaluate", "received"), ("run", "--resume", "received"))[: 1 if forged else 2]:
         code, _, err = fedssl(*command)
         one_line(code, err)
         assert "--trust" in err
@@ -465,16 +478,26 @@ def test_privacy_says_what_a_mean_of_kernels_tells(fedssl):
         assert text in " ".join(out.split())
 
 
-def test_ones_own_run_needs_no_flag_to_continue_as_long_as_its_part_is_unchanged(fedssl, with_part):
-    assert fedssl("run", "--resume", str(with_part))[0] == 0
+def test_ones_own_run_needs_no_flag_as_long_as_its_part_is_unchanged(fedssl, with_part, tmp_path, caplog):
+    commands = [(*command, str(with_part)) for command in (("run", "--resume"), ("report",), ("evaluate",))]
+    commands.append(("export", str(with_part), str(tmp_path / "encoder"), "--client", "0"))
+    assert [fedssl(*command)[0] for command in commands] == [0] * 4
+    assert "no collapse analysis" not in (with_part / "report.html").read_text()
+    assert not caplog.messages
     part = with_part.parent / "evil.py"
     text = part.read_text()
     part.write_text(text + "\n# changed\n")
-    code, _, err = fedssl("run", "--resume", str(with_part))
+    for kept in ("collapse.json", "image_pictures.json"):  # of the report before, which needs no code again
+        (with_part / kept).unlink()
+    (code, _, err), report = fedssl(*commands[0]), fedssl(*commands[1])
     part.write_text(text)
     one_line(code, err)
     for told in ("evil.py", "was changed since the run began", "--trust"):
         assert told in err
+    assert report[0] == 0
+    (said,) = caplog.messages
+    assert "the report shows less of tiny: " in said
+    assert "evil.py" in said
 
 
 def test_pretrain_is_the_run_that_it_names_and_says_whether_it_learned(fedssl, tmp_path):

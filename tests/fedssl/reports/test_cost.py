@@ -82,4 +82,4 @@ def test_the_command_prints_stages_and_writes_rounds(fedssl):
 
 def test_bytes_are_readable():
     found = [format_bytes(count) for count in (0, 999, 1000, 999_949, 999_950, 2.5e12)]
-    assert found == ["0", "999 B", "1.0 kB", "999.9 kB", "1.0 MB", "2,500.0 GB"]
+    assert found == ["0.0 B", "999.0 B", "1.0 kB", "999.9 kB", "1.0 MB", "2.5 TB"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from fedssl.tables.files import format_table, markdown_table, write_results
-from fedssl.tables.results import Results, read_results, verdict
+from fedssl.tables.results import Results, _lead, read_results, verdict
 from fedssl.tables.table import Table, cell_path
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
 from tests.fedssl.reports.synthetic_runs import ROWS, evaluated, make_table, write_run
@@ -25,59 +27,63 @@ def results(knn: dict[str, list[float]], linear: dict[str, list[float]] | None =
 def knn_verdict(table: Table, knn: dict[str, list[float]]) -> str:
     """The verdict on kNN accuracy, without the metric's name; rows that are not named have 50 and 52, `other` 99."""
     others = {label: [50.0, 52.0] for label in ("alone", "control 1", "control 2")} | {"other": [99.0, 99.0]}
-    return verdict(table, results(others | knn)).splitlines()[0].removeprefix("kNN accuracy: ")
+    name, _, text = verdict(table, results(others | knn)).splitlines()[0].partition(": ")
+    assert name == f"kNN accuracy ({len(table.seeds)} seed{'s' * (len(table.seeds) > 1)})"
+    return text
 
 
-ALL = "beats every baseline and every control by more than the spread: alone by 3.0, control 1 by 3.0 and control 2 by"
+BOTH = "beats alone by 3.0 ± 0.0 and control 1 by 3.0 ± 0.0"
 
 
 @pytest.mark.parametrize(
     ("knn", "expected"),
     [
-        # each spread is sqrt(2), so a lead must be more than 2.83
-        ({"ours": [53.0, 55.0]}, f"a collaboration gain. ours with 54.0 ± 1.4 {ALL} 3.0."),
         (
-            {"ours": [53.0, 55.0], "control 2": [51.0, 53.0]},
-            "no collaboration gain. ours with 54.0 ± 1.4 does not beat control 2 (2.0 above, within the spread of "
-            "2.8). It beats alone by 3.0 and control 1 by 3.0.",
+            {"ours": [53.0, 55.0], "control 2": [50.9, 53.1]},
+            "a collaboration gain. ours with 54.0 ± 1.4 beats alone by 3.0 ± 0.0, control 1 by 3.0 ± 0.0 and control 2 "
+            "by 2.0 ± 0.1.",
+        ),
+        # of two seeds the mean difference must be above 9.0 times the spread, which is 0.3
+        (
+            {"ours": [53.0, 55.0], "control 2": [50.8, 53.2]},
+            f"no collaboration gain. ours with 54.0 ± 1.4 {BOTH}. It is tied with control 2 (2.0 ± 0.3 above).",
         ),
         (
-            {"ours": [40.0, 40.0], "control 1": [40.0, 41.0], "control 2": [40.0, 40.0]},
-            "no collaboration gain. ours with 40.0 ± 0.0 does not beat alone (11.0 below), control 1 (0.5 below, "
-            "within the spread of 0.7) and control 2 (less than 0.1 away, within the spread of less than 0.1).",
+            {"ours": [40.0, 40.0], "alone": [51.0, 51.1], "control 1": [40.0, 41.0], "control 2": [40.0, 40.0]},
+            "no collaboration gain. ours with 40.0 ± 0.0 is tied with control 1 (0.5 ± 0.7 below) and control 2 (less "
+            "than 0.1 ± 0.0 away). It is behind alone (11.1 ± 0.1 below).",
         ),
     ],
 )
-def test_a_gain_is_said_where_every_baseline_and_control_is_beaten_beyond_the_spread(knn, expected):
+def test_a_gain_is_said_where_every_baseline_and_control_is_beaten_seed_by_seed(knn, expected):
     assert knn_verdict(make_table(), knn) == expected
 
 
-def test_a_lead_equal_to_the_spread_is_no_gain():
-    # three seeds one apart have a spread of exactly 1, so a lead must be more than 2
-    rivals = {label: [49.0, 50.0, 51.0] for label in ("alone", "control 1", "control 2")}
-    table = make_table(seeds=[0, 1, 2])
-    linear = [1.0, 2.0, 3.0]
-    for lead, gain in ((2.0, False), (2.0001, True)):
-        knn = {"ours": [49 + lead, 50 + lead, 51 + lead]} | rivals
-        text = verdict(table, results(knn, dict.fromkeys(knn, linear)))
-        assert (": a collaboration gain" in text) == gain
-        assert text.count("no collaboration gain") == 2 - gain
+def test_seeds_that_move_all_rows_alike_hide_no_gain_and_a_planted_tie_is_a_tie():
+    """Both have the same means and spreads; only the pairs differ."""
+    table = make_table(seeds=[0, 1, 2], verdict="comparison", controls=[], baselines=["alone"], metrics=["knn"])
+    for shuffled, expected in ((False, "beats alone by 1.0 ± 0.1"), (True, "is tied with alone (1.0 ± 17.2 above)")):
+        alone = [40.0, 50.0, 60.0]
+        ours = [50.9, 61.0, 41.1] if shuffled else [41.1, 50.9, 61.0]
+        assert expected in knn_verdict(table, {"ours": ours, "alone": alone})
+    random = np.random.default_rng(0)
+    said = [knn_verdict(table, {row: list(random.normal(50, 1, 3)) for row in ("ours", "alone")}) for _ in range(200)]
+    assert sum("is tied with" in text for text in said) >= 180
 
 
-def test_a_comparison_says_what_the_method_beats_and_what_not():
-    table = make_table(verdict="comparison", controls=[], baselines=["alone", "control 1", "control 2"])
-    knn = {"ours": [53.0, 55.0], "control 1": [53.0, 53.0], "control 2": [57.0, 57.0]}
-    assert knn_verdict(table, knn) == (
-        "ours with 54.0 ± 1.4 beats alone by 3.0. It does not beat control 1 (1.0 above, within the spread of 1.4) and "
-        "control 2 (3.0 below)."
-    )
+def test_the_limit_is_that_of_students_interval():
+    differences = [1.0, 2.0, 3.5, 2.5, 0.5]
+    mean, spread, limit = _lead(dict(enumerate(differences)), dict.fromkeys(range(5), 0.0))
+    interval = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
+    assert (mean - limit, mean + limit) == pytest.approx((interval.low, interval.high))
+    assert spread == pytest.approx(np.std(differences, ddof=1))
 
 
 def test_each_metric_is_judged_for_itself():
     knn = {label: [50.0, 52.0] for label in ("ours", "alone", "control 1", "control 2")}
     first, second = verdict(make_table(), results(knn)).splitlines()
-    assert first.startswith("kNN accuracy: no collaboration gain")
-    assert second.startswith("Linear accuracy: a collaboration gain")
+    assert first.startswith("kNN accuracy (2 seeds): no collaboration gain")
+    assert second.startswith("Linear accuracy (2 seeds): a collaboration gain")
     assert verdict(make_table(metrics=["linear", "effective_rank"]), results(knn)) == second
 
 
@@ -163,8 +169,11 @@ def test_scenarios_stand_side_by_side_with_the_papers_figures(two_scenarios):
     ]
     text = "\n".join(lines)
     assert "Not all runs of alone (cross-device) are finished." in text
-    assert "- cross-silo (K = 3): kNN accuracy: ours with 61.0 ± 1.4 beats alone by 10.0." in text
-    assert "- cross-device: kNN accuracy: nothing can be said about the order: runs of alone are missing." in text
+    assert "- cross-silo (K = 3): kNN accuracy (2 seeds): ours with 61.0 ± 1.4 beats alone by 10.0 ± 0.0." in text
+    assert (
+        "- cross-device: kNN accuracy (2 seeds): nothing can be said about the order: runs of alone are missing."
+        in text
+    )
     page = Page(two_scenarios / "table.html")
     assert page.tables[0][0] == ["", "cross-silo (K = 3)", "cross-device"]
     for slug in ("cross-silo-k-3", "cross-device"):
@@ -201,7 +210,7 @@ def test_everything_on_the_page_is_escaped(tiny, tmp_path):
     ]  # fmt: skip
     assert page.table("scenario") == [[HOSTILE, f"name={HOSTILE}"]]
     assert f"All rows: name={HOSTILE}" in page.text
-    assert f"{HOSTILE}: kNN accuracy: nothing can be said" in page.text
+    assert f"{HOSTILE}: kNN accuracy (1 seed): nothing can be said" in page.text
     (alt,) = page.descriptions
     assert alt.startswith(HOSTILE)
 

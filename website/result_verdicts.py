@@ -1,0 +1,75 @@
+"""The verdicts of the tables in benchmarks/results, from their figures, and the command that writes them.
+
+`python -m website.result_verdicts` judges each `table.md` again by its `table.csv`, and puts the sentences and the rule
+in place of those that stand there. A test fails where they differ from what the rule says now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+
+import yaml
+
+from fedssl.tables.results import RULE, Results, verdict
+from fedssl.tables.table import Table
+from website.result_tables import RESULTS, read_csv
+
+
+def judged_tables() -> list[Path]:
+    """The files that end with a verdict."""
+    return [path for path in sorted(RESULTS.rglob("table.md")) if "\nThe rule: " in path.read_text(encoding="utf-8")]
+
+
+def judged(path: Path) -> str:
+    """A table's text with the verdicts that its figures have now.
+
+    Lines of before that no scenario of `table.yaml` stands for are gone.
+    """
+    text = path.read_text(encoding="utf-8")
+    values = yaml.safe_load(path.with_name("table.yaml").read_text(encoding="utf-8"))
+    table = Table.model_validate(values)
+    lines = [
+        f"- {results.label}: {line}" if results.label else f"- {line}"
+        for results in _results(table, read_csv(path.with_name("table.csv")))
+        for line in verdict(table, results).splitlines()
+    ]
+    before = text[: text.index("\nThe rule: ")].rstrip("\n").splitlines()
+    while before[-1].startswith("- ") or not before[-1]:
+        before.pop()
+    return "\n".join([*before, "", *lines, "", RULE]) + "\n"
+
+
+def _results(table: Table, lines: list[dict[str, str]]) -> Iterator[Results]:
+    """The values of each scenario."""
+    for scenario in table.all_scenarios:
+        results = Results(scenario.label)
+        for line in lines:
+            if line.get("scenario", "") == scenario.label:
+                untrained = line["row"] == "untrained"
+                of_rows, row = (results.before, table.method) if untrained else (results.after, line["row"])
+                of_rows.setdefault((row or "", line["metric"]), {})[int(line["seed"])] = float(line["value"])
+                if not untrained and int(line["seed"]) not in results.finished.setdefault(line["row"], []):
+                    results.finished[line["row"]].append(int(line["seed"]))
+        for metric in table.metrics:
+            of_clients = [results.after.get((label, metric), {}) for label in _ceiling(table)]
+            seeds = [seed for seed in table.seeds if of_clients and all(seed in values for values in of_clients)]
+            results.ceiling[metric] = {seed: fmean(values[seed] for values in of_clients) for seed in seeds}
+        yield results
+
+
+def _ceiling(table: Table) -> list[str]:
+    """For each client, the label of the row that trains its architecture on all images; a single row counts for all."""
+    if len(table.ceiling) < 2:
+        return table.ceiling
+    rows = {row.label: row.settings for row in table.rows}
+    by_architecture = {rows[label]["architectures"][0]: label for label in table.ceiling}
+    settings = table.settings | rows[table.method or ""]
+    names = settings["architectures"]
+    return [by_architecture[names[client % len(names)]] for client in range(settings["partition"]["clients"])]
+
+
+if __name__ == "__main__":
+    for file in judged_tables():
+        file.write_text(judged(file), encoding="utf-8")
