@@ -76,9 +76,9 @@ def info_nce(
         key = contrastive.with_negatives(query, key, negatives)
     _check_left_out(labels, excluded, query, key)
     by_offset = not recompute and not isinstance(positives, Tensor)
-    in_one_tile = by_offset and contrastive_one_tile.serves(query, key, reduction, len(query) * len(key))
+    in_one_tile = by_offset and contrastive_one_tile.serves(query, key, reduction, query.shape[0] * key.shape[0])
     if in_one_tile and contrastive.operator("info_nce", query, key, temperature) is not None:
-        divisor = len(query) if reduction == "mean" else 1.0
+        divisor = query.shape[0] if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("info_nce", shift=positives, divides=True, divisor=divisor)
         left_out = *(labels or (None, None)), excluded
         return contrastive_one_tile.value(loss, query, key, temperature, left_out=left_out)

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from fedkernels.internal import contrastive_cuda
 from fedkernels.internal.autograd import is_batched, is_without_data, refuse_second_derivative
-from fedkernels.internal.contrastive_cuda import WEIGHT_SCALE, multiply
 from fedkernels.reference._precision import compute_dtype
 
 _ops = torch.ops.fedkernels
@@ -82,29 +81,30 @@ class _OneTile(torch.autograd.Function):
     ) -> Tensor:
         rows = query.contiguous()
         keys = rows if key is None else key.contiguous()
-        empty = rows.new_empty(0)
+        empty, count, key_count = rows.new_empty(0), rows.shape[0], keys.shape[0]
         *left_out, classes = (empty if one is None else one.contiguous() for one in given)
-        place = [0, 0, len(keys), -1 if classes.numel() else loss.shift, int(loss.symmetric), int(loss.divides)]
+        shift = loss.shift if given[-1] is None else -1
+        place = [0, 0, key_count, shift, int(loss.symmetric), int(loss.divides)]
         options = [empty, *left_out, empty if scale is None else scale, classes]
-        products = rows.new_empty((len(rows), len(keys)), dtype=compute_dtype(rows))
-        multiply(rows, keys.T, products)
+        products = rows.new_empty((count, key_count), dtype=compute_dtype(rows))
+        contrastive_cuda.multiply(rows, keys.T, products)
         tile = products, place, loss.number, options
 
         narrow, wanted = rows.dtype != products.dtype, any(ctx.needs_input_grad)
-        factor = WEIGHT_SCALE if narrow else 1.0
+        factor = contrastive_cuda.WEIGHT_SCALE if narrow else 1.0
         weights = (torch.empty_like(products, dtype=rows.dtype) if narrow else products) if wanted else empty
-        rest = rows.new_empty(len(rows), dtype=torch.float32) if narrow and place[3] >= 0 else empty
-        of_rows, second, third = rows.new_empty((3, len(rows)), dtype=torch.float64).unbind()
+        rest = rows.new_empty(count, dtype=torch.float32) if narrow and shift >= 0 else empty
+        of_rows, second, third = rows.new_empty((3, count), dtype=torch.float64).unbind()
         counted = of_bias = columns = parts = of_positives = empty
         if bias is not None:
             parts, of_bias = (second, third) if wanted else (empty, empty)
             _ops.contrastive_sigmoid(*tile, bias, factor, weights, rest, of_rows, parts, of_bias)
         else:
             of_positives = second
-            if classes.numel():
+            if given[-1] is not None:
                 counted = third
             if loss.of_columns:
-                columns = rows.new_empty(len(keys), dtype=torch.float64)
+                columns = rows.new_empty(key_count, dtype=torch.float64)
             _ops.contrastive_sums(*tile, of_rows, columns, of_positives, counted)
             if wanted:
                 # Of a symmetric loss a pair's weight has the sums of both rows: one product makes the gradient.
@@ -116,8 +116,9 @@ class _OneTile(torch.autograd.Function):
         share = 0.5 if loss.symmetric else 1.0
         terms = [of_rows, columns, of_positives, counted, parts, of_bias]
         result, numbers = _ops.contrastive_reduce(*tile, terms, [loss.of_rows, loss.of_columns, loss.divisor, share])
-        ctx.loss, ctx.place, ctx.factor, ctx.has_key = loss, place, factor, key is not None
-        ctx.save_for_backward(rows, keys, scale, bias, weights, rest, counted, numbers, *options)
+        ctx.loss, ctx.place, ctx.factor = loss, place, factor
+        ctx.formed = weights, rest, counted, numbers, options
+        ctx.save_for_backward(rows, keys, scale, bias)
         return result
 
     @staticmethod
@@ -129,18 +130,19 @@ class _OneTile(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     if is_batched(grad):  # the kernel takes one
-        found = _gradients(ctx, torch.ones_like(ctx.saved_tensors[7][:1]))
+        found = _gradients(ctx, ctx.formed[3].new_ones(()))
         return [
             None if one is None else (one * grad.view(*grad.shape, *(1,) * one.ndim)).to(one.dtype) for one in found
         ]
-    rows, keys, scale, bias, weights, rest, counted, numbers, *options = ctx.saved_tensors
+    (rows, keys, scale, bias), (weights, rest, counted, numbers, options) = ctx.saved_tensors, ctx.formed
     empty, of_query, of_key, of_scale, of_bias = options[0], *ctx.needs_input_grad[:4]
     sums, to = [empty, empty], [empty, empty]
     for side, (wanted, first, second) in enumerate(((of_query, weights, keys), (of_key, weights.T, rows))):
         if wanted:
-            sums[side] = second.new_empty((len(first), second.shape[1]), dtype=compute_dtype(rows))
-            multiply(first, second, sums[side])
-            to[side] = torch.empty_like(sums[side], dtype=rows.dtype)
+            sums[side] = second.new_empty((first.shape[0], second.shape[1]), dtype=compute_dtype(rows))
+            contrastive_cuda.multiply(first, second, sums[side])
+            same = rows.dtype == sums[side].dtype  # then in place
+            to[side] = sums[side] if same else torch.empty_like(sums[side], dtype=rows.dtype)
     of_numbers = [
         torch.empty_like(one) if one is not None and wanted else empty
         for one, wanted in ((scale, of_scale), (bias, of_bias))

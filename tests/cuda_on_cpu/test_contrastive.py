@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import fedkernels.distributed
@@ -230,12 +230,13 @@ class Products(TorchDispatchMode):
 def products(monkeypatch):
     """What is multiplied in the operators too."""
     products = Products()
-    for product, first in (("_multiply", 0), ("_add_product", 1)):
+    for product, first in (("multiply", 0), ("_add_product", 1)):
         original = getattr(contrastive_cuda, product)
 
-        def noting(*arguments, original=original, first=first):
+        def noting(*arguments, original=original, first=first, **options):
             products.seen |= {one.dtype for one in arguments[first : first + 2]}
-            original(*arguments)
+            with _disable_current_modes():  # on the CPU, products of 16 bits are widened
+                original(*arguments, **options)
 
         monkeypatch.setattr(contrastive_cuda, product, noting)
     return products
@@ -288,7 +289,7 @@ def test_rows_are_widened_where_torch_returns_no_wide_products(monkeypatch, sett
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=sums_in_16_bits))
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: not sums_in_16_bits)
     with Products() as products:
-        contrastive_cuda._multiply(rows, rows.T, wide)
+        contrastive_cuda.multiply(rows, rows.T, wide)
         contrastive_cuda._add_product(wide, rows, rows.T, 2.0)
     assert products.seen == {FP32}
 
