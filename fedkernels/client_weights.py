@@ -35,11 +35,11 @@ def client_weights(gram: Tensor, *, lower_bounds: Tensor | float | None = None, 
 
     Returns:
         [..., K], non-negative with sum 1; float64 for a float64 gram, else float32; solved in float64, on a GPU up to
-        K = 128, else on the CPU.
+        K = 40, else on the CPU.
         Detached: the weights are not differentiable. K = 1 gives 1. A zero gram gives equal weights. A client with
         ``G_kk = 0`` takes part in a minimum of 0.
 
-    Up to K = 128 on a GPU, the host never waits, so it sees no values. Instead of a ValueError, a gram or lower bounds
+    Up to K = 40 on a GPU, the host never waits, so it sees no values. Instead of a ValueError, a gram or lower bounds
     with an invalid value give the weights NaN for their problem, and the function never warns. Where the optimum is 0
     or not unique, or rounding has made gram indefinite, the kernel solves ``p'Gp + r sum_k G_kk p_k^2`` with the
     smallest ridge r of 1e-8, 1e-6, ... that makes the problem definite.
@@ -120,7 +120,7 @@ def _check_bounds(least: float, largest_sum: float) -> None:
         raise ValueError(f"lower_bounds must have a sum of at most 1, got {largest_sum:.6g}")
 
 
-_MOST_ON_CUDA = 128  # clients; WEIGHTS_LIMIT of csrc/cuda/client_weights.h
+_MOST_ON_CUDA = 40  # clients; by a model the CPU is faster beyond, copies counted, though one block takes 128
 
 
 def _solve(gram: Tensor, tol: float) -> Tensor:

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks, contrastive
+from fedkernels.internal import checks, contrastive, contrastive_one_tile
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference._reduce import reduce
@@ -50,6 +50,10 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, reductio
     dtype = compute_dtype(image, text)
     if contrastive.operator("similarity_logsumexp", image, text, logit_scale) is None:
         return _reference(contrastive.scaled_rows(image, logit_scale, dtype), text, 1.0, reduction)
+    if contrastive_one_tile.serves(image, text, reduction, len(image) ** 2):
+        divisor = len(image) if reduction == "mean" else 1.0
+        loss = contrastive_one_tile.Loss("clip_loss", of_rows=0.5, of_columns=0.5, divisor=divisor)
+        return contrastive_one_tile.value(loss, image, text, logit_scale)
     numbers = torch.arange(image.shape[0], device=image.device)
     sums = similarity_logsumexp(image, text, logit_scale, positives=numbers, columns=True)
     of_images, of_texts, of_pairs = cast(tuple[Tensor, Tensor, Tensor], sums)

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks, contrastive, native
+from fedkernels.internal import checks, contrastive, contrastive_one_tile, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype, no_autocast
@@ -75,6 +75,13 @@ def info_nce(
     if negatives is not None:
         key = contrastive.with_negatives(query, key, negatives)
     _check_left_out(labels, excluded, query, key)
+    by_offset = not recompute and not isinstance(positives, Tensor)
+    in_one_tile = by_offset and contrastive_one_tile.serves(query, key, reduction, query.shape[0] * key.shape[0])
+    if in_one_tile and contrastive.operator("info_nce", query, key, temperature) is not None:
+        divisor = query.shape[0] if reduction == "mean" else 1.0
+        loss = contrastive_one_tile.Loss("info_nce", shift=positives, divides=True, divisor=divisor)
+        left_out = *(labels or (None, None)), excluded
+        return contrastive_one_tile.value(loss, query, key, temperature, left_out=left_out)
     narrow = isinstance(temperature, Tensor) and contrastive.stays_narrow(query, key)
     if labels is not None or excluded is not None or isinstance(positives, Tensor) or narrow:
         return _by_similarities(query, key, 1 / temperature, reduction, positives, labels, excluded)
@@ -87,9 +94,8 @@ def info_nce(
     operator = contrastive.operator("info_nce", query, key)
     if operator is None:
         return _reference(query, key, temperature, reduction)
-    options = temperature, reduction, *wanted
-    loss: Tensor = operator(query.contiguous(), key.contiguous(), *options)[0]
-    return loss
+    result: Tensor = operator(query.contiguous(), key.contiguous(), temperature, reduction, *wanted)[0]
+    return result
 
 
 def _by_similarities(

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks, contrastive, native
+from fedkernels.internal import checks, contrastive, contrastive_one_tile, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype, no_autocast
@@ -48,6 +48,11 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
     checks.same_device(view1=view1, view2=view2)
     temperature = checks.positive_number_or_tensor("temperature", temperature, view1.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    operator = contrastive.operator("nt_xent", view1, view2, temperature)
+    if operator is not None and contrastive_one_tile.serves(view1, view2, reduction, 4 * len(view1) ** 2):
+        half, divisor = len(view1), 2.0 * len(view1) if reduction == "mean" else 1.0
+        loss = contrastive_one_tile.Loss("nt_xent", symmetric=True, shift=half, divides=True, divisor=divisor)
+        return contrastive_one_tile.value(loss, _rows_of(view1, view2), None, temperature)
     if isinstance(temperature, Tensor):
         if contrastive.stays_narrow(view1, view2):
             return _by_similarities(view1, view2, temperature, reduction)
@@ -55,18 +60,20 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
         view1, view2 = (contrastive.scaled_rows(view, scale, dtype) for view in (view1, view2))
         temperature = 1.0
     wanted = needs_gradient(view1) or needs_gradient(view2)
-    operator = contrastive.operator("nt_xent", view1, view2)
     if operator is None:
         return _reference(view1, view2, temperature, reduction)
-    options = temperature, reduction, wanted
-    loss: Tensor = operator(view1.contiguous(), view2.contiguous(), *options)[0]
-    return loss
+    result: Tensor = operator(view1.contiguous(), view2.contiguous(), temperature, reduction, wanted)[0]
+    return result
+
+
+def _rows_of(view1: Tensor, view2: Tensor) -> Tensor:
+    with no_autocast(view1):  # under autocast to bfloat16 torch.cat of float16 raises an error
+        return torch.cat([view1, view2])
 
 
 def _by_similarities(view1: Tensor, view2: Tensor, temperature: Tensor, reduction: str) -> Tensor:
     """The loss of rows that are not divided by the temperature: 16-bit rows stay what they are."""
-    with no_autocast(view1):
-        rows = torch.cat([view1, view2])
+    rows = _rows_of(view1, view2)
     numbers = torch.arange(len(rows), device=rows.device)
     of_rows, _, of_positives = similarity_logsumexp(
         rows, rows, 1 / temperature, positives=numbers.roll(len(view1)), labels=(numbers, numbers)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks, contrastive, native
+from fedkernels.internal import checks, contrastive, contrastive_one_tile, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.sigmoid_loss import sigmoid_loss as _reference
@@ -58,6 +58,10 @@ def sigmoid_loss(
     numbers, dtype, operator = (logit_scale, logit_bias), compute_dtype(image, text), None
     if reduction != "none":
         operator = contrastive.operator("sigmoid_loss", image, text, *numbers)
+    if operator is not None and contrastive_one_tile.serves(image, text, reduction, len(image) ** 2):
+        divisor = len(image) if reduction == "mean" else 1.0
+        loss = contrastive_one_tile.Loss("sigmoid_loss", divisor=divisor)
+        return contrastive_one_tile.value(loss, image, text, logit_scale, logit_bias)
     if operator is not None and image.is_cuda:  # there 16-bit rows stay what they are
         scale, bias = (contrastive.scalar(one, image) for one in numbers)
         wanted = needs_gradient(image) or needs_gradient(scale), needs_gradient(text)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks
+from fedkernels.internal import checks, contrastive_one_tile
 from fedkernels.internal.contrastive import operator, scaled_rows
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.nt_xent import nt_xent
@@ -55,6 +55,10 @@ def supervised_contrastive_loss(
     name = "nt_xent" if in_halves else "similarity_logsumexp"
     if rows == 1 or operator(name, features, features, temperature) is None:
         return _reference(features, labels, temperature, reduction)
+    if contrastive_one_tile.serves(features, features, reduction, rows**2):
+        loss = contrastive_one_tile.Loss("supervised_contrastive_loss", symmetric=True, divides=True)
+        loss = loss._replace(divisor=0.0 if reduction == "mean" else 1.0)
+        return contrastive_one_tile.value(loss, features, None, temperature, classes=labels)
     # Both sides of the products are divided by the square root.
     z = scaled_rows(features, temperature**-0.5, compute_dtype(features))
     positives, count = _sums_of_positives(z, labels)

@@ -308,7 +308,7 @@ int parts_of(int64_t row_blocks, int64_t column_tiles) {
   const int64_t useful = fill == 1 && row_blocks < 2 * at_a_time ? 2 : fill;
   const int64_t of_tiles = (column_tiles + 3) / 4;  // a part has some tiles
   int64_t best = 1, least = 0;
-  for (int64_t parts = 1; parts <= useful && parts <= of_tiles && parts <= 16; ++parts) {
+  for (int64_t parts = 1; parts <= useful && parts <= of_tiles; ++parts) {
     const int64_t waves = (row_blocks * parts + at_a_time - 1) / at_a_time;
     const int64_t cost = waves * ((column_tiles + parts - 1) / parts + 1);
     if (parts > 1 && cost >= least) continue;

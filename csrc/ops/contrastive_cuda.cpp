@@ -17,12 +17,23 @@ static T* optional_on_cuda(const Tensor& tensor, ScalarType dtype, const Tensor&
   return static_cast<T*>(tensor.data_ptr());
 }
 
-static cuda::ContrastiveTile tile_of(const Tensor& products, const std::vector<int64_t>& place) {
+// An array that is null where the tensor is empty, on the device of `like`.
+static Array optional_array(const Tensor& tensor, const char* name, const Tensor& like) {
+  if (tensor.numel() == 0) return {};
+  return cuda_array_of(tensor, name, like.get_device_index());
+}
+
+static bool is_16_bits(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16; }
+
+// Once there are weights, they are in the products' place and `read` is false.
+static cuda::ContrastiveTile tile_of(const Tensor& products, const std::vector<int64_t>& place, double scale,
+                                     const std::vector<Tensor>& options, bool read = true) {
   const Array array = cuda_array_of(products, "products", products.get_device_index());
-  STD_TORCH_CHECK(array.dtype == DType::f32 || array.dtype == DType::f64, "products must be float32 or float64");
-  STD_TORCH_CHECK(products.dim() == 2 && products.numel() > 0 && place.size() == 5 && place[0] >= 0 && place[1] >= 0 &&
+  STD_TORCH_CHECK(!read || !is_16_bits(array.dtype), "products must be float32 or float64");
+  STD_TORCH_CHECK(products.dim() == 2 && products.numel() > 0 && place.size() == 6 && place[0] >= 0 && place[1] >= 0 &&
                       place[1] + products.size(1) <= place[2],
                   "products must be a tile of a matrix");
+  STD_TORCH_CHECK(options.size() == 6, "options must be six tensors");
   cuda::ContrastiveTile tile = {};
   tile.products = array.data;
   tile.wide = array.dtype == DType::f64;
@@ -33,65 +44,136 @@ static cuda::ContrastiveTile tile_of(const Tensor& products, const std::vector<i
   tile.all_columns = place[2];
   tile.shift = place[3];
   tile.leave_out_self = place[4];
-  tile.scale = 1;
-  return tile;
-}
-
-static cuda::ContrastiveTile tile_with(const Tensor& products, const std::vector<int64_t>& place, double scale,
-                                       const std::vector<Tensor>& options) {
-  cuda::ContrastiveTile tile = tile_of(products, place);
-  const int64_t rows = tile.first_row + tile.rows, columns = tile.all_columns;
+  tile.divides = place[5];
   tile.scale = scale;
-  STD_TORCH_CHECK(options.size() == 5, "options must be five tensors");
+  const int64_t rows = tile.first_row + tile.rows, columns = tile.all_columns;
   tile.positives = optional_on_cuda<const int64_t>(options[0], ScalarType::Long, products, rows);
   tile.row_labels = optional_on_cuda<const int64_t>(options[1], ScalarType::Long, products, rows);
   tile.column_labels = optional_on_cuda<const int64_t>(options[2], ScalarType::Long, products, columns);
   tile.excluded = optional_on_cuda<const bool>(options[3], ScalarType::Bool, products, rows * columns);
-  tile.factor = optional_on_cuda<const double>(options[4], ScalarType::Double, products, 1);
+  tile.factor = optional_array(options[4], "the factor", products);
+  tile.classes = optional_on_cuda<const int64_t>(options[5], ScalarType::Long, products, columns);
   STD_TORCH_CHECK(!tile.row_labels == !tile.column_labels, "labels must be given for both sides or for none");
+  STD_TORCH_CHECK(!tile.classes || (tile.columns == columns && tile.rows == columns),
+                  "classes need a tile of all pairs of the same rows");
   return tile;
 }
 
+// Where the weights of a tile go.
+static Array weights_array(const Tensor& weights, const Tensor& products) {
+  const Array array = cuda_array_of(weights, "weights", products.get_device_index());
+  STD_TORCH_CHECK(weights.numel() == products.numel() &&
+                      (is_16_bits(array.dtype) || weights.scalar_type() == products.scalar_type()),
+                  "weights must have the products' shape, and their dtype or 16 bits");
+  return array;
+}
+
 static void contrastive_sums_cuda(Tensor products, std::vector<int64_t> place, double scale,
-                                  std::vector<Tensor> options, Tensor rows, Tensor columns, Tensor of_positives) {
+                                  std::vector<Tensor> options, Tensor rows, Tensor columns, Tensor of_positives,
+                                  Tensor counted) {
   const OnDevice device(products);
-  const auto tile = tile_with(products, place, scale, options);
+  const auto tile = tile_of(products, place, scale, options);
   const auto doubles = [&](const Tensor& tensor, int64_t count) {
     return optional_on_cuda<double>(tensor, ScalarType::Double, products, count);
   };
   const int64_t last = tile.first_row + tile.rows;
   STD_TORCH_CHECK(rows.numel() > 0, "rows must not be empty");
   check_cuda(cuda_contrastive_sums(&tile, doubles(rows, last), doubles(columns, tile.all_columns),
-                                   doubles(of_positives, last), device.stream()));
+                                   doubles(of_positives, last), doubles(counted, last), device.stream()));
 }
 
-static void contrastive_weights_cuda(Tensor products, std::vector<int64_t> place, double scale,
-                                     std::vector<Tensor> options, std::vector<Tensor> given, double factor,
-                                     Tensor weights, Tensor rest) {
+// -> the sums of each block of what the logits' scale gets, or nothing
+static Tensor contrastive_weights_cuda(Tensor products, std::vector<int64_t> place, double scale,
+                                       std::vector<Tensor> options, std::vector<Tensor> given,
+                                       std::vector<double> constants, double factor, Tensor weights, Tensor rest,
+                                       bool of_scale) {
   const OnDevice device(products);
-  const auto tile = tile_with(products, place, scale, options);
+  const auto tile = tile_of(products, place, scale, options);
   const int64_t last = tile.first_row + tile.rows;
-  STD_TORCH_CHECK(given.size() == 5, "given must be five tensors");
+  STD_TORCH_CHECK(given.size() == 5 && constants.size() == 3, "given must be five tensors, constants three numbers");
   const auto doubles = [&](int index, int64_t count) {
     return optional_on_cuda<const double>(given[index], ScalarType::Double, products, count);
   };
+  const Tensor parts = memory_on(products, {of_scale ? cuda_contrastive_parts(&tile) : 0}, ScalarType::Double);
   const cuda::ContrastiveWeights of_tile = {
       doubles(0, last), doubles(1, tile.all_columns), doubles(2, last), doubles(3, tile.all_columns), doubles(4, last),
-      factor, cuda_array_of(weights, "weights", products.get_device_index()),
-      optional_on_cuda<float>(rest, ScalarType::Float, products, last)};
-  const bool half = of_tile.weights.dtype == DType::bf16 || of_tile.weights.dtype == DType::f16;
-  STD_TORCH_CHECK(weights.numel() == products.numel() && (half || weights.scalar_type() == products.scalar_type()) &&
-                      (of_tile.rows || !of_tile.row_weights) && (of_tile.columns || !of_tile.column_weights),
-                  "weights must have the products' shape, and their dtype or 16 bits, and belong to sums");
+      {constants[0], constants[1], constants[2]}, factor, weights_array(weights, products),
+      optional_on_cuda<float>(rest, ScalarType::Float, products, last), static_cast<double*>(data_or_null(parts))};
+  STD_TORCH_CHECK((of_tile.rows || !(of_tile.row_weights || constants[0])) &&
+                      (of_tile.columns || !(of_tile.column_weights || constants[1])),
+                  "weights must belong to sums");
   check_cuda(cuda_contrastive_weights(&tile, &of_tile, device.stream()));
+  return parts;
 }
 
-static void contrastive_sigmoid_cuda(Tensor products, std::vector<int64_t> place, Tensor rows, bool derivatives) {
+static void contrastive_sigmoid_cuda(Tensor products, std::vector<int64_t> place, double scale,
+                                     std::vector<Tensor> options, Tensor bias, double factor, Tensor weights,
+                                     Tensor rest, Tensor rows, Tensor of_scale, Tensor of_bias) {
   const OnDevice device(products);
-  const auto tile = tile_of(products, place);
+  const auto tile = tile_of(products, place, scale, options);
+  const int64_t last = tile.first_row + tile.rows;
   STD_TORCH_CHECK(rows.numel() > 0, "rows must not be empty");
-  double* const sums = optional_on_cuda<double>(rows, ScalarType::Double, products, tile.first_row + tile.rows);
-  check_cuda(cuda_contrastive_sigmoid(&tile, sums, derivatives, device.stream()));
+  const auto doubles = [&](const Tensor& tensor) {
+    return optional_on_cuda<double>(tensor, ScalarType::Double, products, last);
+  };
+  const cuda::ContrastiveSigmoid of_tile = {
+      optional_array(bias, "the bias", products), factor, weights.numel() ? weights_array(weights, products) : Array{},
+      optional_on_cuda<float>(rest, ScalarType::Float, products, last), doubles(of_scale), doubles(of_bias)};
+  check_cuda(cuda_contrastive_sigmoid(&tile, &of_tile, doubles(rows), device.stream()));
+}
+
+// -> the loss [], and the derivatives in scale and bias and the share of a row, [3]
+static std::tuple<Tensor, Tensor> contrastive_reduce_cuda(Tensor products, std::vector<int64_t> place, double scale,
+                                                          std::vector<Tensor> options, std::vector<Tensor> given,
+                                                          std::vector<double> numbers) {
+  const OnDevice device(products);
+  const auto tile = tile_of(products, place, scale, options);
+  STD_TORCH_CHECK(given.size() == 6 && numbers.size() == 4, "given must be six tensors, numbers four");
+  const auto doubles = [&](int index, int64_t count) {
+    return optional_on_cuda<const double>(given[index], ScalarType::Double, products, count);
+  };
+  const int64_t parts = std::max(given[4].numel(), given[5].numel());
+  const Tensor loss = memory_on(products, {}, products.scalar_type());
+  const Tensor results = memory_on(products, {3}, ScalarType::Double);
+  const cuda::ContrastiveReduction reduction = {
+      doubles(0, tile.rows), doubles(1, tile.rows), doubles(2, tile.rows), doubles(3, tile.rows), tile.rows, numbers[0],
+      numbers[1], numbers[2], doubles(4, parts), doubles(5, parts), parts, numbers[3],
+      cuda_array_of(loss, "loss", products.get_device_index()), static_cast<double*>(results.data_ptr())};
+  STD_TORCH_CHECK(reduction.rows, "rows must not be empty");
+  check_cuda(cuda_contrastive_reduce(&tile, &reduction, device.stream()));
+  return {loss, results};
+}
+
+static void contrastive_finish_cuda(Tensor weights, std::vector<int64_t> place, double scale,
+                                    std::vector<Tensor> options, std::vector<Tensor> rows, std::vector<Tensor> sums,
+                                    std::vector<Tensor> to, double factor, std::vector<Tensor> given,
+                                    std::vector<Tensor> of_numbers) {
+  const OnDevice device(weights);
+  const auto tile = tile_of(weights, place, scale, options, false);
+  STD_TORCH_CHECK(rows.size() == 2 && sums.size() == 2 && to.size() == 2 && given.size() == 4 && of_numbers.size() == 2,
+                  "rows, sums, to and of_numbers must be two tensors each, given four");
+  cuda::ContrastiveGradients gradients = {};
+  gradients.width = rows[0].size(1);
+  for (int side = 0; side < 2; ++side) {
+    gradients.rows[side] = cuda_array_of(rows[side], "rows", weights.get_device_index());
+    gradients.sums[side] = optional_array(sums[side], "sums", weights);
+    gradients.to[side] = optional_array(to[side], "the gradient", weights);
+    gradients.counts[side] = rows[side].size(0);
+    const int64_t entries = rows[side].numel();
+    STD_TORCH_CHECK(rows[side].size(0) == weights.size(side) && rows[side].size(1) == gradients.width &&
+                        (to[side].numel() == 0 || (to[side].numel() == entries && sums[side].numel() == entries)),
+                    "sums and gradients must have the shape of the rows, which must be those of the tile");
+  }
+  gradients.factor = factor;
+  gradients.rest = optional_on_cuda<const float>(given[0], ScalarType::Float, weights, tile.rows);
+  gradients.counted = optional_on_cuda<const double>(given[1], ScalarType::Double, weights, tile.rows);
+  gradients.grad = cuda_array_of(given[2], "grad", weights.get_device_index());
+  gradients.numbers = optional_on_cuda<const double>(given[3], ScalarType::Double, weights, 3);
+  gradients.to_scale = optional_array(of_numbers[0], "the scale's gradient", weights);
+  gradients.to_bias = optional_array(of_numbers[1], "the bias's gradient", weights);
+  STD_TORCH_CHECK(gradients.numbers && given[2].numel() == 1 && !gradients.counted == !tile.classes,
+                  "numbers and one grad must be given, and what counts with classes");
+  check_cuda(cuda_contrastive_finish(&tile, &gradients, device.stream()));
 }
 
 // -> the losses [B] and the gradient of their sum in the queries, both float32.
@@ -123,6 +205,8 @@ STABLE_TORCH_LIBRARY_IMPL(fedkernels, CUDA, m) {
   m.impl("contrastive_sums", TORCH_BOX(&contrastive_sums_cuda));
   m.impl("contrastive_weights", TORCH_BOX(&contrastive_weights_cuda));
   m.impl("contrastive_sigmoid", TORCH_BOX(&contrastive_sigmoid_cuda));
+  m.impl("contrastive_reduce", TORCH_BOX(&contrastive_reduce_cuda));
+  m.impl("contrastive_finish", TORCH_BOX(&contrastive_finish_cuda));
   m.impl("contrastive_in_one", TORCH_BOX(&contrastive_in_one_cuda));
 }
 

@@ -41,6 +41,14 @@ def is_transformed() -> bool:
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def is_batched(value: Tensor | float) -> bool:
+    """Is this a batch of gradients, as torch.autograd.grad's is_grads_batched makes? It does not support `out`."""
+    if torch.compiler.is_compiling() or not isinstance(value, Tensor):
+        return False
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(value) or functorch.is_legacy_batchedtensor(value)
+
+
 def keep_missing_as_none(ctx: Any) -> None:
     """Lets a missing gradient of an output arrive in the backward pass as None instead of zeros."""
     ctx.set_materialize_grads(False)

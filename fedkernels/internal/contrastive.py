@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedkernels.internal import checks, contrastive_cuda, native
-from fedkernels.internal.autograd import has_tangent
+from fedkernels.internal.autograd import has_tangent, is_batched
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
 for _name, _schema in contrastive_cuda.SCHEMAS.items():
@@ -65,14 +65,6 @@ def scaled(gradient: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tens
 
     Where possible the product is written in `dtype` directly, without a copy in the gradient's own dtype.
     """
-    if gradient.dtype == dtype or torch.is_grad_enabled() or _is_batched(gradient) or _is_batched(factor):
+    if gradient.dtype == dtype or torch.is_grad_enabled() or is_batched(gradient) or is_batched(factor):
         return (gradient * factor).to(dtype)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-
-
-def _is_batched(value: Tensor | float) -> bool:
-    """Is this a batch of gradients, as torch.autograd.grad's is_grads_batched makes? It does not support `out`."""
-    if torch.compiler.is_compiling() or not isinstance(value, Tensor):
-        return False
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(value) or functorch.is_legacy_batchedtensor(value)

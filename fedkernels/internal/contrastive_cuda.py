@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
-_TILE_BYTES = 24 << 20  # of a tile's logits: half of an H100's second-level cache, for the weights lie beside them
+TILE_BYTES = 24 << 20  # of a tile's logits: half of an H100's second-level cache, for the weights lie beside them
 _TILE_ROWS = 2048
 # Tiles of all keys have at least so many rows, or all: with fewer, reading the keys takes longer than multiplying them,
 # and so does reading and writing their gradient. These, and the widths of one kernel, are modelled in csrc/README.md.
 _FEWEST_ROWS, _FEWEST_ROWS_OF_KEY_GRADIENT = 256, 1024
 _WIDEST_IN_ONE = 256
-_WEIGHT_SCALE = 4096.0  # weights may be as small as 1 / N: scaled, float16 holds them as normal numbers
+WEIGHT_SCALE = 4096.0  # weights may be as small as 1 / N: scaled, float16 holds them as normal numbers
 
 _ops = torch.ops.fedkernels
 
@@ -54,7 +54,7 @@ class _Pairs(NamedTuple):
 
     def place(self, first: int, first_key: int) -> list[int]:
         """What the kernels take of a tile that begins with this query and this key."""
-        return [first, first_key, self.shape[1], self.shift, int(self.leave_out_self)]
+        return [first, first_key, self.shape[1], self.shift, int(self.leave_out_self), 0]
 
     def or_empty(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
         empty = self.queries[0].new_empty(0)
@@ -62,7 +62,7 @@ class _Pairs(NamedTuple):
 
     def options(self) -> tuple[float, list[Tensor]]:
         return self.scale, self.or_empty(
-            (self.positives, self.query_labels, self.key_labels, self.excluded, self.factor)
+            (self.positives, self.query_labels, self.key_labels, self.excluded, self.factor, None)
         )
 
 
@@ -70,7 +70,7 @@ def _holds_all_keys(pairs: _Pairs, key_gradient: bool) -> bool:
     """Does a tile hold all keys of its queries?"""
     queries, keys = pairs.shape
     fewest = _FEWEST_ROWS_OF_KEY_GRADIENT if key_gradient else _FEWEST_ROWS
-    return _TILE_BYTES // pairs.sums.itemsize // keys >= min(queries, fewest)
+    return TILE_BYTES // pairs.sums.itemsize // keys >= min(queries, fewest)
 
 
 class _Tiles:
@@ -78,7 +78,7 @@ class _Tiles:
 
     def __init__(self, pairs: _Pairs, key_gradient: bool, weights: bool) -> None:
         queries, keys = pairs.shape
-        entries = _TILE_BYTES // pairs.sums.itemsize
+        entries = TILE_BYTES // pairs.sums.itemsize
         all_keys = _holds_all_keys(pairs, key_gradient)
         self.rows = min(entries // keys if all_keys else _TILE_ROWS, queries)
         self.columns = keys if all_keys else min(entries // _TILE_ROWS, keys)
@@ -89,7 +89,7 @@ class _Tiles:
 
     def products(self, query: Tensor, key: Tensor) -> Tensor:
         out = self._products[: len(query) * len(key)].view(len(query), len(key))
-        _multiply(query.to(self._dtype), key.to(self._dtype).T, out)
+        multiply(query.to(self._dtype), key.to(self._dtype).T, out)
         return out
 
     def weights(self, products: Tensor) -> Tensor:
@@ -98,27 +98,36 @@ class _Tiles:
 
 
 class _Given(NamedTuple):
-    """What the pairs' weights are made of: log-sum-exps [B] and [N] and the weights, float64 or missing."""
+    """What the pairs' weights are made of: log-sum-exps [B] and [N] and the weights, float64 or missing.
+
+    Missing weights are the constants.
+    """
 
     rows: Tensor | None = None
     columns: Tensor | None = None
     row_weights: Tensor | None = None
     column_weights: Tensor | None = None
     positive_weights: Tensor | None = None
+    constants: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class _Results(NamedTuple):
-    """Log-sum-exps [B] and [N] (or without entries), and the positives' logits [B], NaN where there are none."""
+    """Log-sum-exps [B] and [N] (or without entries), and the positives' logits [B], NaN where there are none.
+
+    Also an empty tensor, for no classes are counted.
+    """
 
     rows: Tensor
     columns: Tensor
     of_positives: Tensor
+    counted: Tensor
 
 
 def _no_results(pairs: _Pairs, columns: bool = False) -> _Results:
+    """Memory for them: the first tile of a row or column finds nothing there."""
     queries, keys = pairs.shape
-    sizes = ((queries, -torch.inf), (keys if columns else 0, -torch.inf), (queries, torch.nan))
-    return _Results(*(pairs.queries[0].new_full((size,), value, dtype=torch.float64) for size, value in sizes))
+    sizes = queries, keys if columns else 0, queries, 0
+    return _Results(*(pairs.queries[0].new_empty(size, dtype=torch.float64) for size in sizes))
 
 
 def _pieces(parts: Sequence[Tensor], size: int) -> Iterator[tuple[int, Tensor]]:
@@ -154,7 +163,7 @@ def _returns_wide(first: Tensor) -> bool:
     return not narrow_sums and not (len(first) == 1 and torch.cuda.tunable.is_enabled())
 
 
-def _multiply(first: Tensor, second: Tensor, to: Tensor) -> None:
+def multiply(first: Tensor, second: Tensor, to: Tensor) -> None:
     if first.dtype == to.dtype:
         torch.mm(first, second, out=to)
     elif _returns_wide(first):
@@ -163,13 +172,15 @@ def _multiply(first: Tensor, second: Tensor, to: Tensor) -> None:
         torch.mm(first.to(to.dtype), second.to(to.dtype), out=to)
 
 
-def _add_product(to: Tensor, first: Tensor, second: Tensor, factor: float) -> None:
+def _add_product(to: Tensor, first: Tensor, second: Tensor, factor: float, fresh: bool = False) -> None:
+    """`to` += factor first @ second; `fresh` memory holds nothing yet."""
+    beta = 0 if fresh else 1
     if first.dtype == to.dtype:
-        to.addmm_(first, second, alpha=factor)
+        to.addmm_(first, second, beta=beta, alpha=factor)
     elif _returns_wide(first):
-        torch.addmm(to, first, second, out_dtype=to.dtype, alpha=factor, out=to)
+        torch.addmm(to, first, second, out_dtype=to.dtype, beta=beta, alpha=factor, out=to)
     else:
-        to.addmm_(first.to(to.dtype), second.to(to.dtype), alpha=factor)
+        to.addmm_(first.to(to.dtype), second.to(to.dtype), beta=beta, alpha=factor)
 
 
 def product(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,7 +188,7 @@ def product(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
     if first.dtype != second.dtype:
         first, second = first.to(dtype), second.to(dtype)
     to = first.new_empty((len(first), second.shape[1]), dtype=dtype)
-    _multiply(first, second, to)
+    multiply(first, second, to)
     return to
 
 
@@ -186,10 +197,10 @@ def add_weighted(to: Tensor, weights: Tensor, rows: Tensor) -> None:
     if rows.dtype == to.dtype or not rows.is_cuda:
         to.addmm_(weights, rows.to(to.dtype))
         return
-    weights = weights * _WEIGHT_SCALE
+    weights = weights * WEIGHT_SCALE
     high = weights.to(rows.dtype)
     for part in (high, (weights - high).to(rows.dtype)):
-        _add_product(to, part, rows, 1 / _WEIGHT_SCALE)
+        _add_product(to, part, rows, 1 / WEIGHT_SCALE)
 
 
 def inner_product(first: Tensor, second: Tensor) -> Tensor:
@@ -233,10 +244,10 @@ def _gradients(
     queries, keys = pairs.shape
     narrow = pairs.dtype != pairs.sums
     made_good = narrow and (pairs.shift >= 0 or pairs.positives is not None)
-    scale = _WEIGHT_SCALE if narrow else 1.0
+    scale = WEIGHT_SCALE if narrow else 1.0
     factor = pairs.scale / scale
-    of_weights = pairs.or_empty(given)
-    rest = pairs.queries[0].new_zeros(queries if made_good else 0, dtype=pairs.sums)
+    of_weights = pairs.or_empty(given[:5])
+    rest = pairs.queries[0].new_empty(queries if made_good else 0, dtype=pairs.sums)
 
     def add(
         first: int, query: Tensor, first_key: int, key: Tensor, to_query: Tensor | None, to_key: Tensor | None
@@ -246,11 +257,11 @@ def _gradients(
         if fresh is not None:
             _ops.contrastive_sums(*place, *options, *fresh)
         weights = tiles.weights(products)
-        _ops.contrastive_weights(*place, *options, of_weights, scale, weights, rest)
+        _ops.contrastive_weights(*place, *options, of_weights, given.constants, scale, weights, rest, False)
         if to_query is not None:
-            _add_product(to_query, weights, key.to(pairs.dtype), factor)
+            _add_product(to_query, weights, key.to(pairs.dtype), factor, fresh=first_key == 0)
         if to_key is not None:
-            _add_product(to_key, weights.T, query.to(pairs.dtype), factor)
+            _add_product(to_key, weights.T, query.to(pairs.dtype), factor, fresh=first == 0)
 
     def finish(sums: Tensor, positives: Tensor, of_positives: Tensor, to: Tensor) -> None:
         if made_good:
@@ -275,17 +286,15 @@ def _gradients(
     memory = pairs.queries[0].new_empty((most, pairs.queries[0].shape[1]), dtype=pairs.sums)
     if of_query is None and of_key is not None:
         for first_key, key in _pieces(pairs.keys, tiles.columns):
-            sums = memory[: len(key)].zero_()
+            sums = memory[: len(key)]
             for first, query in _pieces(pairs.queries, tiles.rows):
                 add(first, query, first_key, key, None, sums)
             positives = _rows_from(pairs.queries, first_key, len(key) if pairs.positives is None else 0)
             finish(sums, positives, rest[first_key : first_key + len(key)], of_key[first_key : first_key + len(key)])
         finish_by_index(of_key)
         return
-    if of_key is not None:
-        of_key.zero_()
     for first, query in _pieces(pairs.queries, tiles.rows):
-        sums = memory[: len(query)].zero_()
+        sums = memory[: len(query)]
         for first_key, key in _pieces(pairs.keys, tiles.columns):
             to_key = None if of_key is None else of_key[first_key : first_key + len(key)]
             add(first, query, first_key, key, sums, to_key)
@@ -358,8 +367,7 @@ def info_nce(
     results = _no_results(pairs)
     with no_autocast(query):
         if query_gradient or key_gradient:
-            ones = torch.ones_like(results.rows)
-            given = _Given(rows=results.rows, row_weights=ones, positive_weights=-ones)
+            given = _Given(rows=results.rows, constants=(1.0, 0.0, -1.0))
             wanted = of_query if query_gradient else None, of_key if key_gradient else None
             _gradients(pairs, given, *wanted, fresh=results)
         else:
@@ -403,8 +411,8 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str, gr
     with no_autocast(view1):
         _add_sums(pairs, results)
         if gradient:
-            ones = torch.ones_like(results.rows)
-            _gradients(pairs, _Given(results.rows, results.rows, ones, ones, -2 * ones), of_rows, None)
+            given = _Given(results.rows, results.rows, constants=(1.0, 1.0, -2.0))
+            _gradients(pairs, given, of_rows, None)
     return _reduced(results.rows - results.of_positives, reduction, dtype), of_rows
 
 
@@ -481,48 +489,38 @@ def sigmoid_loss(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """With a scale and a bias the gradients in these follow the others."""
-    pairs = _Pairs([query], [key], _multiplied(query, key), shift=0)
-    losses = query.new_zeros(len(query), dtype=torch.float64)
-    of_query = query.new_zeros(query.shape if query_gradient else 0, dtype=pairs.sums)
-    of_key = key.new_zeros(key.shape if key_gradient else 0, dtype=pairs.sums)
-    of_bias = query.new_zeros((), dtype=torch.float64)
-    rest = query.new_zeros((len(query), 1), dtype=pairs.sums)
-    tiles = _Tiles(pairs, key_gradient, weights=True)
-    wanted, narrow = query_gradient or key_gradient, pairs.dtype != pairs.sums
-    unit = _WEIGHT_SCALE if narrow else 1.0
+    pairs = _Pairs([query], [key], _multiplied(query, key), shift=0, factor=scale)
+    wanted = query_gradient or key_gradient
+    losses, of_scale, of_bias = query.new_empty((3, len(query)), dtype=torch.float64).unbind()
+    of_query = query.new_empty(query.shape if query_gradient else 0, dtype=pairs.sums)
+    of_key = key.new_empty(key.shape if key_gradient else 0, dtype=pairs.sums)
+    narrow, none = pairs.dtype != pairs.sums, query.new_empty(0)
+    rest = query.new_empty((len(query), 1) if narrow else 0, dtype=torch.float32)
+    tiles, options = _Tiles(pairs, key_gradient, weights=True), pairs.options()
+    factor = WEIGHT_SCALE if narrow else 1.0
+    numbers = (losses, of_scale, of_bias) if wanted else (losses, none, none)
     with no_autocast(query):
         for first, some in _pieces(pairs.queries, tiles.rows):
             for first_key, others in _pieces(pairs.keys, tiles.columns):
                 products = tiles.products(some, others)
-                if scale is not None and bias is not None:
-                    products.mul_(scale).add_(bias)
-                _ops.contrastive_sigmoid(products, pairs.place(first, first_key), losses, wanted)
-                if not wanted:
-                    continue
-                if bias is not None:
-                    of_bias += products.sum(dtype=torch.float64)
-                weights = tiles.weights(products)
-                if narrow:
-                    weights.copy_(products.mul_(unit))
-                    begin = max(first, first_key)
-                    own = products.diagonal(first - first_key)
-                    if len(own):
-                        rest[begin : begin + len(own), 0] = own - weights.diagonal(first - first_key)
+                weights = tiles.weights(products) if wanted else none
+                of_tile = pairs.or_empty([bias])[0], factor, weights, rest, *numbers
+                _ops.contrastive_sigmoid(products, pairs.place(first, first_key), *options, *of_tile)
                 if query_gradient:
                     to_query = of_query[first : first + len(some)]
-                    _add_product(to_query, weights, others.to(pairs.dtype), 1 / unit)
+                    _add_product(to_query, weights, others.to(pairs.dtype), 1 / factor, fresh=first_key == 0)
                 if key_gradient:
                     to_key = of_key[first_key : first_key + len(others)]
-                    _add_product(to_key, weights.T, some.to(pairs.dtype), 1 / unit)
+                    _add_product(to_key, weights.T, some.to(pairs.dtype), 1 / factor, fresh=first == 0)
         for to, others in ((of_query, key), (of_key, query)):
             if len(to) and narrow:
-                to.addcmul_(rest, others, value=1 / unit)
+                to.addcmul_(rest, others, value=1 / factor)
             if len(to) and scale is not None:
                 to *= scale
-        if scale is None or bias is None:
-            return losses.sum(), of_query, of_key
-        of_scale = inner_product(of_query, query) / scale if query_gradient else torch.zeros_like(of_bias)
-    return losses.sum(), of_query, of_key, of_scale, of_bias
+    if scale is None:
+        return losses.sum(), of_query, of_key
+    found = (one.sum() if wanted else torch.zeros_like(scale) for one in (of_scale, of_bias))
+    return losses.sum(), of_query, of_key, *found
 
 
 # Those with a scale, which have no schema for the CPU: there the rows are scaled before.

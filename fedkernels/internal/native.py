@@ -50,7 +50,9 @@ CPU_ONLY = frozenset(
 # Operators for CUDA only, which fedkernels/internal/linear_cka_cuda.py and contrastive_cuda.py call between torch's
 # products.
 PARTS = ("linear_cka_combine", "linear_cka_prepare")
-CONTRASTIVE_PARTS = ("contrastive_in_one", "contrastive_sigmoid", "contrastive_sums", "contrastive_weights")
+CONTRASTIVE_PARTS = tuple(
+    f"contrastive_{name}" for name in ("in_one", "sigmoid", "sums", "weights", "reduce", "finish")
+)
 _PACKAGE = Path(__file__).parent.parent
 _NOTE = _PACKAGE / "_C.missing"  # written by the installation if it could not compile
 

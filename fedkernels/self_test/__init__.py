@@ -12,7 +12,7 @@ def self_test(*, time_limit: float = first_contact.TIME_LIMIT) -> list[Result]:
     """Tests the CUDA kernels of every operator on each kind of GPU that is visible, and prints a table.
 
     Small fixed inputs of ragged sizes and of every dtype, batches and gradients are compared with the references in
-    float64 on the same GPU. The test runs in a child process: a crash or an illegal address ends that process alone,
+    float64 on the CPU. The test runs in a child process: a crash or an illegal address ends that process alone,
     and the time limit ends kernels that hang. Such an operator failed, and another child process tests the rest.
 
     The first use of an operator on a GPU runs the same test where none was kept, and waits for it. This function reuses

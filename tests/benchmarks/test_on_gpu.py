@@ -1,20 +1,19 @@
-"""``python -m benchmarks --device cuda`` as far as the CPU shows it, and the stages of ``benchmarks/on_gpu.sh``."""
+"""``python -m benchmarks --device cuda`` as far as the CPU shows it, and the calls of ``benchmarks/on_gpu.sh``."""
 
 import json
-import re
+import os
+import shutil
+import subprocess
 import sys
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
 
 from benchmarks import __main__ as command
-from benchmarks import on_gpu, simulation, timing
+from benchmarks import timing
 from benchmarks.measure import ROOT, Settings, measure_case
 from fedssl.recipe.reading import load_recipe
 
@@ -41,96 +40,84 @@ def test_a_run_without_time_says_so(tmp_path: Path) -> None:
 
 # ---- on_gpu.sh ----------------------------------------------------------------------------------------------
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="timeout as Linux has it")
-PYTHON, CHECK = sys.executable, on_gpu.CHECK
+# A Python that notes how it is called. The self-test fails, the operators are not ready in time.
+PYTHON = """#!/usr/bin/env bash
+echo "${FEDKERNELS_SELF_TEST:-} $*" >>"$(dirname "$0")/calls.txt"
+case "$*" in *fedkernels.self_test) exit 3 ;; *benchmarks*) exit 124 ;; esac
+"""
 
 
 @pytest.fixture
-def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pack with one wheel, and a check that passes. -> the folder of what comes back"""
-    (tmp_path / "pack" / "wheels").mkdir(parents=True)
-    with zipfile.ZipFile(tmp_path / "pack" / "wheels" / "a-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("of_a_wheel.py", "")
-    monkeypatch.setattr(on_gpu, "PACK", tmp_path / "pack")
-    monkeypatch.setattr(on_gpu, "CHECK", "print('{}')")
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
+def call(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
+    """Calls the script in a repository of its own, with a pack. -> exit code, output, and how it called Python"""
+    for folder in ("benchmarks", "fedkernels", "build/gpu/fedkernels", "build/gpu/wheels"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks/on_gpu.sh", tmp_path / "benchmarks")
+    (tmp_path / "build/gpu/fedkernels/_C.abi3.so").touch()
+    (tmp_path / "build/gpu/wheels/a-1-py3-none-any.whl").touch()
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+
+    def run(*arguments: str) -> tuple[int, str, list[str]]:
+        environment = {**os.environ, "REHEARSE": "1", "PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out")}
+        environment.pop("FEDKERNELS_SELF_TEST", None)
+        command = ["bash", str(tmp_path / "benchmarks/on_gpu.sh"), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        calls = tmp_path / "calls.txt"
+        return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines() if calls.exists() else []
+
+    return run
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="timeout and du as Linux has them")
 
 
 @LINUX
-def test_each_step_of_a_stage_is_reported(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = "import os, of_a_wheel; assert os.environ['FEDKERNELS_GPU']; print(os.environ.get('FEDKERNELS_SELF_TEST'))"
-    commands = {
-        "first": [PYTHON, "-c", tested],
-        "wrong": [PYTHON, "-c", "raise SystemExit(3)"],
-        "late": ["sleep", "60"],
-        "memcheck": ["compute-sanitizer", "--tool", "memcheck"],
-        "run": ["bash", "-c", f'touch {tmp_path}/run/metrics.csv; {PYTHON} -c "{tested}"'],
-    }
-    (tmp_path / "run").mkdir()
-    monkeypatch.setattr(on_gpu, "steps", lambda *_: commands)
-    monkeypatch.setattr(on_gpu, "SECONDS", 15)
-    monkeypatch.setattr(on_gpu.shutil, "which", lambda name, path: None)
-    monkeypatch.delenv("FEDKERNELS_SELF_TEST", raising=False)
-    assert on_gpu.run("training", [], "cuda", packed, tmp_path) == 1
-    report = json.loads((packed / "training.json").read_text())
-    outcomes = {one["step"]: one["outcome"] for one in report["steps"]}
-    assert re.fullmatch(r"failed: not ready after \d s", outcomes.pop("late"))
-    skipped = "skipped: no compute-sanitizer"
-    assert outcomes == {"first": "passed", "wrong": "failed: exit code 3", "memcheck": skipped, "run": "passed"}
-    # The rules of what comes back: few files, flat.
-    assert sorted(path.name for path in packed.iterdir()) == ["run.csv", "training.json", "training.txt"]
-    printed = (packed / "training.txt").read_text().splitlines()
-    assert [line for line in printed if line in ("None", "0")] == ["0", "0"]  # no self-test at first use
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_stage_that_cannot_begin_says_why_in_one_line(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_step_that_fails_does_not_end_the_others(
+    call: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(on_gpu, "CHECK", CHECK)
-    assert on_gpu.run("tests", [], "cuda", packed, packed.parent) == 2
-    assert re.fullmatch(r"on_gpu.sh tests: torch finds no CUDA device.*\n", capfd.readouterr().err)
-    assert not list(packed.iterdir())
-    with pytest.raises(SystemExit, match=r"^missing: no_such; call .*on_gpu.sh pack"):
-        exec(CHECK.replace("typer yaml", "typer no_such"), {})
+    code, printed, (unpacked, self_test, tests) = call("correctness")
+    assert code == 1
+    assert "] self_test: exit code 3" in printed
+    assert "] tests: exit code 0" in printed
+    assert unpacked.startswith(" -m zipfile -e build/gpu/wheels/a-1-py3-none-any.whl")
+    assert self_test == " -m fedkernels.self_test"
+    assert tests.startswith("0 ")  # no self-test at first use
+    assert all((ROOT / word).exists() for word in tests.split() if word.startswith("tests/"))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["self_test.txt", "tests.txt"]
 
 
-def test_what_the_stages_call_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for device in ("cpu", "cuda"):
-        for command_ in on_gpu.steps("tests", [], device, tmp_path, tmp_path).values():
-            assert all((ROOT / word).exists() for word in command_ if word.startswith("tests/"))
-        (operators,) = on_gpu.steps("operators", ["nt_xent"], device, tmp_path, tmp_path).values()
-        assert command._parse(operators[3:]).operators == ["nt_xent"]
-        assert command._parse(operators[3:]).rehearse == (device == "cpu")
-        (simulated,) = on_gpu.steps("simulation", [], device, tmp_path, tmp_path).values()
-        assert simulation._parse(simulated[3:]).device == device
-        for recipe, trained in on_gpu.steps("training", [], device, tmp_path, tmp_path).items():
-            assert trained[3:5] == ["run", recipe]
-            load_recipe(recipe, trained[5 : trained.index("--output")])
+@LINUX
+def test_what_the_call_for_speed_calls_exists(call: Callable[..., tuple[int, str, list[str]]]) -> None:
+    code, printed, (_, *trained, measured) = call("speed")
+    assert code == 1
+    assert "] operators: exit code 124, not ready after 230 s" in printed
+    assert command._parse(measured.split()[3:]).rehearse
+    for one, precision in zip(trained, ("float32", "bfloat16"), strict=True):
+        words = one.split()
+        assert words[1:5] == ["-m", "fedssl", "run", "fedu2"]
+        assert load_recipe("fedu2", words[5 : words.index("--output")]).training.precision == precision
 
 
+@LINUX
 @pytest.mark.parametrize(("megabytes", "code"), [(1, 0), (70, 1)])
 def test_a_pack_tells_whether_it_may_travel(
-    megabytes: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    megabytes: int, code: int, call: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
 ) -> None:
-    commands = []
-
-    def run(command: list[str], **options: Any) -> Any:
-        commands.append((" ".join(command), options.get("env", {}).get("FEDKERNELS_CUDA_ARCHITECTURES")))
-        return SimpleNamespace(stdout="README.md\0CHANGELOG.md\0")
-
-    monkeypatch.setattr(on_gpu, "PACK", tmp_path / "pack")
-    monkeypatch.setattr(on_gpu.subprocess, "run", run)
     with (tmp_path / "images.npz").open("wb") as file:
         file.truncate(megabytes << 20)
-    assert on_gpu.pack(str(tmp_path / "images.npz")) == code
-    assert re.fullmatch(
-        rf"build/gpu: {megabytes}.0 MiB; with all tracked files {megabytes}.\d of 64 MiB\n", capsys.readouterr().out
-    )
-    (build, architecture), *downloads, _ = commands
-    assert "build_ext --build-lib" in build
-    assert architecture == "90"
-    assert all("pip download" in line and "--python-version=3.12" in line for line, _ in downloads)
-    assert (tmp_path / "pack" / "cifar10.npz").stat().st_size == megabytes << 20
+    (tmp_path / "build/gpu/stale").touch()
+    # The Python here builds nothing: the folder is made by what downloads, or in its place.
+    (tmp_path / "python").write_text(PYTHON + 'mkdir -p "$(dirname "$0")/build/gpu"\n')
+    found, printed, (build, *downloads) = call("pack", str(tmp_path / "images.npz"))
+    assert found == code
+    assert printed.splitlines()[-1] == f"build/gpu and all tracked files: {megabytes} of 64 MiB"
+    assert "build_ext --build-lib build/gpu" in build
+    assert all("pip download" in line and "--python-version=3.12" in line for line in downloads)
+    assert [path.name for path in (tmp_path / "build/gpu").iterdir()] == ["cifar10.npz"]
+
+
+@LINUX
+def test_other_calls_are_refused(call: Callable[..., tuple[int, str, list[str]]]) -> None:
+    assert call("tests")[:2] == (2, "on_gpu.sh: expected pack [CIFAR10.npz], correctness or speed, got: tests\n")

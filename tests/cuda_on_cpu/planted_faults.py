@@ -36,8 +36,11 @@ contrastive_tiles.cu: row_sums_kernel, float32 (nt_xent)
 -if (left_out(tile, row, tile.first_column + c, positive)) continue;
 +if (left_out(tile, row, tile.first_column + c + (FAULT && sizeof(Number) == 4), positive)) continue;
 contrastive_tiles.cu: row_sums_kernel, float64 (info_nce)
--if (of_positives && in_tile >= 0 &&
-+if (of_positives && in_tile >= (FAULT && sizeof(Number) == 8) &&
+-} else if (in_tile >= 0 &&
++} else if (in_tile >= (FAULT && sizeof(Number) == 8) &&
+contrastive_tiles.cu: row_sums_kernel, all, classes (similarity_logsumexp)
+-if (c == row || tile.classes[c] != tile.classes[row]) continue;
++if (c == row - FAULT || tile.classes[c] != tile.classes[row]) continue;
 contrastive_tiles.cu: column_sums_kernel, float32 (similarity_logsumexp)
 -if (counts(r)) total
 +if (counts(r) && !(FAULT && sizeof(Number) == 4 && r == rows - 1)) total
@@ -48,14 +51,29 @@ contrastive_tiles.cu: weights_kernel, float16 (info_nce)
 -const uint16_t bits = float_to_half(static_cast<float>(value));
 +const uint16_t bits = float_to_half(static_cast<float>(value)) & (FAULT ? 0xff00 : 0xffff);
 contrastive_tiles.cu: weights_kernel, float32 (similarity_logsumexp)
--given.column_weights, column, exact_scale);
-+given.column_weights, column + (FAULT && sizeof(Number) == 4 && column > 0 ? -1 : 0), exact_scale);
+-given.constants[1], column, exact_scale);
++given.constants[1], column + (FAULT && sizeof(Number) == 4 && column > 0 ? -1 : 0), exact_scale);
 contrastive_tiles.cu: weights_kernel, float64 (info_nce)
--static_cast<Number>(weights[index]) : 0;
-+static_cast<Number>(weights[index] * (1 + (FAULT && sizeof(Number) == 8) * 1e-6)) : 0;
+-weight = static_cast<Number>(weights ? weights[index] : constant);
++weight = static_cast<Number>((weights ? weights[index] : constant) * (1 + (FAULT && sizeof(Number) == 8) * 1e-6));
 contrastive_tiles.cu: sigmoid_kernel, float32 (sigmoid_loss)
--const Number sign = c == positive ?
-+const Number sign = c == positive + (FAULT && sizeof(Number) == 4) ?
+-sign = c == positive ? 1 : -1,
++sign = c == positive + (FAULT && sizeof(Number) == 4) ? 1 : -1,
+contrastive_tiles.cu: reduce_kernel, all (similarity_logsumexp)
+-given.of_columns * given.columns[i]
++given.of_columns * given.columns[FAULT ? 0 : i]
+contrastive_tiles.cu: reduce_kernel, all, a temperature (nt_xent)
+-(tile.divides ? -tile.scale
++(tile.divides ? (FAULT ? 1 : -1) * tile.scale
+contrastive_tiles.cu: finish_kernel, bfloat16, a lost positive (info_nce)
+-if (made_good) sum +=
++if (made_good && !(FAULT && side)) sum +=
+contrastive_tiles.cu: finish_kernel, all, classes (similarity_logsumexp)
+-sum -= 2 * given.factor
++sum -= (FAULT ? 1 : 2) * given.factor
+contrastive_tiles.cu: finish_kernel, all, the bias (sigmoid_loss)
+-write_one(given.to_bias, 0, grad * given.numbers[1]);
++write_one(given.to_bias, 0, grad * given.numbers[FAULT ? 0 : 1]);
 linear_cka_prepare.cu: maxima_kernel, float32 (linear_cka)
 -if (threadIdx.x == 0) maxima[blockIdx.x] = largest;
 +if (threadIdx.x == 0) maxima[blockIdx.x] = FAULT ? T(1) : largest;

@@ -3,6 +3,7 @@
 Torch's products are those of the CPU here, of rows that are widened first. The rest is what a GPU runs.
 """
 
+import ctypes
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import fedkernels.distributed
+from benchmarks.launches import LOSSES as LOSSES_OF_LAUNCHES
+from benchmarks.launches import launches_of
 from fedkernels import clip_loss, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
-from fedkernels.internal import contrastive_cuda
+from fedkernels.internal import contrastive_cuda, native
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
 from tests.fedkernels.test_cuda import BF16, FP16, FP32, FP64, randn, weighted, with_gradients
 
@@ -33,7 +36,7 @@ def tiles(request, monkeypatch):
     all_keys = request.param == "tiles of all keys"
     for name in ("_FEWEST_ROWS", "_FEWEST_ROWS_OF_KEY_GRADIENT"):
         monkeypatch.setattr(contrastive_cuda, name, 1 if all_keys else 1000)
-    monkeypatch.setattr(contrastive_cuda, "_TILE_BYTES", 4 * (5 * 300 if all_keys else 22 * 30))
+    monkeypatch.setattr(contrastive_cuda, "TILE_BYTES", 4 * (5 * 300 if all_keys else 22 * 30))
     monkeypatch.setattr(contrastive_cuda, "_TILE_ROWS", 22)
 
 
@@ -165,6 +168,38 @@ def test_losses_that_count_differently(bindings, scale):
         )
 
 
+class Rows(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("dtype", ctypes.c_int))
+
+
+class Pass(ctypes.Structure):
+    """ContrastivePass of csrc/cuda/contrastive.h."""
+
+    _fields_ = (
+        *(("rows", Rows), ("columns", Rows)),
+        *((name, ctypes.c_int64) for name in ("row_count", "column_count", "width")),
+        *(("temperature", ctypes.c_double), ("losses", ctypes.c_void_p), ("gradient", ctypes.c_void_p)),
+    )
+
+
+def test_parts_fill_the_card(bindings):
+    """MoCo's 256 queries are two blocks of rows: 64 parts of its keys make 128 blocks for 132 multiprocessors."""
+    given = Pass(row_count=256, column_count=65_536, width=128, gradient=1)
+    memory = bindings.handle.cuda_contrastive_memory
+    memory.restype = ctypes.c_int64
+    with bindings.on_cuda(multiprocessors=132):
+        assert memory(ctypes.byref(given)) == 64 * 256 * (3 + 128) * 4
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_LAUNCHES)
+def test_few_launches_where_the_host_is_slower(name):
+    """The loss with all gradients, of 256 rows; of 16,384 rows some for a tile."""
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no products with an out_dtype on the meta device")
+    assert launches_of(name, 256) <= 8
+    assert launches_of(name, 16_384) <= 400
+
+
 @pytest.mark.parametrize(("width", "dtype"), [(64, FP16), (128, BF16), (200, BF16)])
 def test_in_one_kernel(bindings, width, dtype):
     """Of several blocks and parts, the last of each not full; rows that begin at no multiple of 16 bytes."""
@@ -195,12 +230,13 @@ class Products(TorchDispatchMode):
 def products(monkeypatch):
     """What is multiplied in the operators too."""
     products = Products()
-    for product, first in (("_multiply", 0), ("_add_product", 1)):
+    for product, first in (("multiply", 0), ("_add_product", 1)):
         original = getattr(contrastive_cuda, product)
 
-        def noting(*arguments, original=original, first=first):
+        def noting(*arguments, original=original, first=first, **options):
             products.seen |= {one.dtype for one in arguments[first : first + 2]}
-            original(*arguments)
+            with _disable_current_modes():  # on the CPU, products of 16 bits are widened
+                original(*arguments, **options)
 
         monkeypatch.setattr(contrastive_cuda, product, noting)
     return products
@@ -253,7 +289,7 @@ def test_rows_are_widened_where_torch_returns_no_wide_products(monkeypatch, sett
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=sums_in_16_bits))
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: not sums_in_16_bits)
     with Products() as products:
-        contrastive_cuda._multiply(rows, rows.T, wide)
+        contrastive_cuda.multiply(rows, rows.T, wide)
         contrastive_cuda._add_product(wide, rows, rows.T, 2.0)
     assert products.seen == {FP32}
 
@@ -283,7 +319,7 @@ def no_operator(*_):
 @pytest.mark.parametrize("name", contrastive_cuda.OPERATORS)
 def test_less_than_64_MB_beside_the_results(monkeypatch, name, dtypes):
     """Of 32,768 queries and keys on the meta device, which has sizes and computes nothing."""
-    names = ("contrastive_sums", "contrastive_weights", "contrastive_sigmoid")
+    names = native.CONTRASTIVE_PARTS
     monkeypatch.setattr(contrastive_cuda, "_ops", SimpleNamespace(**dict.fromkeys(names, no_operator)))
     if torch.__version__ < "2.12":
         pytest.skip("torch 2.11 has no addmm with an out_dtype on the meta device")
