@@ -55,7 +55,9 @@ def places(recipe: Recipe) -> list[Place]:
     optimizer = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[recipe.training.optimizer]
     directory = "fedssl.run_folder.directory:RunDirectory"
     return [
+        # drawing the views, or waiting until another thread has drawn them
         Place("augment", "fedssl.client:LocalRound.views"),
+        Place("augment", "fedssl.data.batches:Prefetch.__next__"),
         Place("forward", f"{_path(recipe.objective)}.step"),
         # a regularizer's pass over public images, and that for the kernel or the factor which a client sends
         Place("forward", "fedssl.models.model:Model.represent", interrupts=("regularizer", "send")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +66,11 @@ class StepCounter:
 
     Operations are those of matrix products, convolutions and attention (`torch.utils.flop_counter`). A multiply-add
     counts as two operations; the paper's GFLOPs count it as one. fedkernels' operators, norms and element-wise
-    operations are not counted; together they are about one percent.
+    operations are not counted; together they are about one percent. `not_counted` are tensors that are no activations.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    def __init__(self, model: nn.Module, not_counted: Sequence[Tensor] = ()):
+        self._model, self._not_counted = model, not_counted
         self._live: Counter[int] = Counter()
         self._bytes = self._peak = 0
         self.flops = 0  # of the last counted forward pass
@@ -78,7 +78,7 @@ class StepCounter:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Count the operations in the body, and the tensors that it keeps for the backward pass."""
-        self._own = {_address(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        self._own = {_address(t) for t in (*self._model.parameters(), *self._model.buffers(), *self._not_counted)}
         operations = _ForwardOperations()
         with operations, saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor):
             yield

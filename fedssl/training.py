@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .accounting import StepCost, StepCounter, structure
 from .client import LocalRound
-from .data.batches import batches_of_epoch, device_batches, round_batches
+from .data.batches import Prefetch, batches_of_epoch, device_batches, round_batches
 from .errors import UserError
 from .evaluation.metrics import effective_rank
 from .messages import Message
@@ -175,10 +175,13 @@ def train_locally(
         _require_finite(unchecked, steps, local, dict(zip(names, parts, strict=False)))
 
     batches = itertools.islice(batches, most_steps)
-    with networks_compute_in(model, options.precision):
+    with networks_compute_in(model, options.precision), model.views_at_a_time() as threads:
         terms = [regularizer.start_round(local) for regularizer in regularizers]
-        for rows, views in _views(local, device_batches(client.images, batches, device), steps_of_epoch):
-            counter = None if cost else StepCounter(model)
+        batches_in_views = Prefetch(_views(local, device_batches(client.images, batches, device), steps_of_epoch))
+        for rows, views in batches_in_views:
+            counter = None if cost else StepCounter(model, threads.statistics() if threads else ())
+            if threads is not None:
+                threads.at_a_time = counter is None
             try:
                 # a weight's cast to training.precision is used again until the outermost autocast ends
                 with torch.autocast(device.type, enabled=False), counter.forward() if counter else nullcontext():
@@ -193,6 +196,8 @@ def train_locally(
                 require_finite()  # what failed may have failed on a diverged model
                 raise
             scaler.scale(loss).backward()
+            if threads is not None and not local.augmentation.uses_global_generators:
+                batches_in_views.start(threads.idle_thread)
             if steps + 1 == last_step:
                 _log_gradient_norm(local, scaler)
             if options.stop_at_collapse and steps in (0, last_step - 1):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ RESIDENT_SHARE = 0.25
 
 #: batches that are read while the network trains on another one
 READ_AHEAD = 2
+
+Item = TypeVar("Item")
 
 
 def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
@@ -96,3 +99,23 @@ def read_ahead(
         finally:
             for _, result in pending:
                 result.cancel()
+
+
+class Prefetch(Iterator[Item], Generic[Item]):
+    """The items in order, the next one maybe made in another thread; none is None. An error is raised at its item."""
+
+    def __init__(self, items: Iterable[Item]):
+        self._items = iter(items)
+        self._upcoming: Future[Item | None] | None = None
+
+    def start(self, executor: Executor | None) -> None:
+        """Begin to make the next item, unless `executor` is None or it has begun already."""
+        if executor is not None and self._upcoming is None:
+            self._upcoming = executor.submit(next, self._items, None)
+
+    def __next__(self) -> Item:
+        upcoming, self._upcoming = self._upcoming, None
+        item = next(self._items, None) if upcoming is None else upcoming.result()
+        if item is None:
+            raise StopIteration
+        return item

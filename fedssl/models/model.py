@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .view_threads import ViewThreads, view_threads
+
 Layer = Literal["encoder", "predictor"]
 #: the online module that a supervised objective trains on the labels; evaluation measures its accuracy
 CLASSIFIER = "classifier"
@@ -45,6 +47,8 @@ class Model(nn.Module):
         self.target.requires_grad_(False)
         #: in which contrastive losses take their rows, if not as they are; training.precision
         self.rows_dtype: torch.dtype | None = None
+        #: by which two views pass through a network at a time, while the model trains
+        self.view_threads: ViewThreads | None = None
 
     @property
     def encoder(self) -> nn.Module:
@@ -70,7 +74,7 @@ class Model(nn.Module):
 
         Views are normalised, float32 [n, C, H, W]; outputs, such as representations and projections, are [n, d] each.
         """
-        return tuple(zip(*(_outputs(self.online, view) for view in views), strict=True))
+        return tuple(zip(*self._passes(self.online, views), strict=True))
 
     def unit_rows(self, outputs: Tensor) -> Tensor:
         """Return outputs [n, d] as rows of length 1, in the dtype that contrastive losses take in this training."""
@@ -84,7 +88,22 @@ class Model(nn.Module):
 
     def target_of_views(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return `target_project` of each view."""
-        return tuple(self.target_project(view) for view in views)
+        with torch.no_grad():
+            return tuple(outputs[-1] for outputs in self._passes(self.target, views))
+
+    @contextmanager
+    def views_at_a_time(self) -> Iterator[ViewThreads | None]:
+        """Let two views pass through a network at the same time in the body if possible (view_threads.py)."""
+        with view_threads(self.online, self.target) as self.view_threads:
+            try:
+                yield self.view_threads
+            finally:
+                self.view_threads = None
+
+    def _passes(self, chain: nn.ModuleDict, views: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        if self.view_threads is not None and len(views) == 2 and not any(view.requires_grad for view in views):
+            return self.view_threads.passes(chain, views, _outputs)
+        return [_outputs(chain, view) for view in views]
 
     def reset_target(self) -> None:
         """Make the target network an exact copy of the online one."""

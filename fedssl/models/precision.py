@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -58,12 +59,12 @@ def contrastive_dtype(precision: Precision, device: torch.device) -> torch.dtype
     return _DTYPES.get(precision) if device.type == "cuda" else None
 
 
-class _Hooks:
-    """Hooks that run before and after a network's forward pass."""
+class _Hooks(threading.local):
+    """Hooks that run before and after a network's forward pass; two threads may call it at a time."""
 
     def __init__(self, device_type: str, dtype: torch.dtype | None):
         self.device_type, self.dtype = device_type, dtype
-        self._entered: list[torch.autocast] = []  # a network may call another one
+        self._entered: list[torch.autocast] = []  # of this thread; a network may call another one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
         return self  # serves any network

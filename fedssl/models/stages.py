@@ -64,7 +64,8 @@ class FrozenOutputs:
         self._recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=2)
 
     def find(self, images: Tensor) -> Tensor | None:
-        return next((output for recent, output in self._recent if recent is images), None)
+        # a tuple, as another thread may keep an output meanwhile
+        return next((output for recent, output in tuple(self._recent) if recent is images), None)
 
     def keep(self, images: Tensor, output: Tensor) -> None:
         self._recent.append((images, output))

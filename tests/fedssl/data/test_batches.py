@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedssl.data.batches import device_batches, read_ahead
+from fedssl.data.batches import Prefetch, device_batches, read_ahead
 
 IMAGES = torch.arange(40, dtype=torch.uint8).reshape(10, 1, 2, 2)
 BATCHES = [torch.tensor(rows) for rows in ([3, 1], [0, 9], [5, 5], [2, 4], [7, 6])]
@@ -62,3 +63,27 @@ def test_an_error_of_reading_ahead_is_raised_at_its_batch():
     with pytest.raises(OSError, match="unreadable"):
         next(batches)
     assert threads() == []
+
+
+def in_thread(items: range, fails_at: int | None = None) -> Iterator[tuple[int, bool]]:
+    """Each item, and whether another thread than the main one has made it."""
+    for item in items:
+        if item == fails_at:
+            raise OSError("unreadable")
+        yield item, threading.current_thread() is not threading.main_thread()
+
+
+def test_prefetched_items_are_made_once_in_the_other_thread_and_in_order_and_an_error_arrives_at_its_item():
+    with ThreadPoolExecutor(1, "other") as executor:
+        ahead = Prefetch(in_thread(range(5)))
+        got = []
+        for item in ahead:
+            got.append(item)
+            ahead.start(executor if item[0] in (1, 2, 4) else None)  # nothing is left to start after the last one
+            ahead.start(executor if item[0] == 2 else None)  # starting twice leaves nothing out
+        assert got == [(0, False), (1, False), (2, True), (3, True), (4, False)]
+        ahead = Prefetch(in_thread(range(3), fails_at=1))
+        assert next(ahead) == (0, False)
+        ahead.start(executor)
+        with pytest.raises(OSError, match="unreadable"):
+            next(ahead)
