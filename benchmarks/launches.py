@@ -26,7 +26,19 @@ from fedkernels.internal import contrastive_cuda, contrastive_one_tile, native
 
 SIZES = 256, 4096, 16_384
 _SHRINK = 64
-_NO_LAUNCH = ("empty", "view", "detach", "alias", "expand", "unbind", "split", "narrow", "chunk", "slice", "select")
+_NO_LAUNCH: tuple[str, ...] = (
+    "empty",
+    "view",
+    "detach",
+    "alias",
+    "expand",
+    "unbind",
+    "split",
+    "narrow",
+    "chunk",
+    "slice",
+    "select",
+)
 _NO_LAUNCH += ("t.", "transpose", "permute", "squeeze", "as_strided", "diagonal", "promote_types")
 
 
@@ -75,7 +87,7 @@ def kernels_that_do_nothing(launches: Launches) -> SimpleNamespace:
 def as_on_cuda(launches: Launches, shrink: int) -> Iterator[None]:
     """Tensors on the CPU and the meta device count as CUDA's, and tiles are so much smaller along both sides."""
     kernels, tiles = kernels_that_do_nothing(launches), contrastive_cuda
-    sizes = {"TILE_BYTES": tiles.TILE_BYTES // shrink**2, "_TILE_ROWS": tiles._TILE_ROWS // shrink}
+    sizes: dict[str, Any] = {"TILE_BYTES": tiles.TILE_BYTES // shrink**2, "_TILE_ROWS": tiles._TILE_ROWS // shrink}
     sizes |= {name: getattr(tiles, name) // shrink for name in ("_FEWEST_ROWS", "_FEWEST_ROWS_OF_KEY_GRADIENT")}
     with (
         torch.library._scoped_library("fedkernels", "IMPL") as library,

@@ -75,9 +75,11 @@ def info_nce(
     if negatives is not None:
         key = contrastive.with_negatives(query, key, negatives)
     _check_left_out(labels, excluded, query, key)
-    by_offset = not recompute and not isinstance(positives, Tensor)
-    in_one_tile = by_offset and contrastive_one_tile.serves(query, key, reduction, query.shape[0] * key.shape[0])
-    if in_one_tile and contrastive.operator("info_nce", query, key, temperature) is not None:
+    if (
+        not (recompute or isinstance(positives, Tensor))
+        and contrastive_one_tile.serves(query, key, reduction, query.shape[0] * key.shape[0])
+        and contrastive.operator("info_nce", query, key, temperature) is not None
+    ):
         divisor = query.shape[0] if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("info_nce", shift=positives, divides=True, divisor=divisor)
         left_out = *(labels or (None, None)), excluded

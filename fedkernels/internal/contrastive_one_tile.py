@@ -44,7 +44,7 @@ def value(
     loss: Loss,
     query: Tensor,
     key: Tensor | None,
-    scale: Tensor | float,
+    scale: Tensor | float | None,
     bias: Tensor | float | None = None,
     left_out: Sequence[Tensor | None] = (None, None, None),
     classes: Tensor | None = None,
@@ -60,7 +60,7 @@ def value(
         left_out: labels of queries and keys, and pairs [B, N], as `info_nce` takes them.
         classes: [B], of a symmetric loss: all rows of a row's class are its positives.
     """
-    if not isinstance(scale, Tensor):
+    if scale is not None and not isinstance(scale, Tensor):
         loss, scale = loss._replace(number=1 / scale if loss.divides else scale, divides=False), None
     if bias is not None and not isinstance(bias, Tensor):
         bias = query.new_full((), bias, dtype=torch.float64)
@@ -135,7 +135,8 @@ def _gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
             None if one is None else (one * grad.view(*grad.shape, *(1,) * one.ndim)).to(one.dtype) for one in found
         ]
     (rows, keys, scale, bias), (weights, rest, counted, numbers, options) = ctx.saved_tensors, ctx.formed
-    empty, of_query, of_key, of_scale, of_bias = options[0], *ctx.needs_input_grad[:4]
+    empty = options[0]
+    of_query, of_key, of_scale, of_bias = ctx.needs_input_grad[:4]
     sums, to = [empty, empty], [empty, empty]
     for side, (wanted, first, second) in enumerate(((of_query, weights, keys), (of_key, weights.T, rows))):
         if wanted:
@@ -151,8 +152,8 @@ def _gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     _ops.contrastive_finish(
         weights, ctx.place, ctx.loss.number, options, [rows, keys], sums, to, ctx.factor, given, of_numbers
     )
-    found = (*to, *of_numbers)
-    return [one if wanted else None for one, wanted in zip(found, ctx.needs_input_grad, strict=False)]
+    formed = (*to, *of_numbers)
+    return [one if wanted else None for one, wanted in zip(formed, ctx.needs_input_grad, strict=False)]
 
 
 class _Gradients(torch.autograd.Function):

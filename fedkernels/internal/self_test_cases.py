@@ -264,7 +264,11 @@ def _similarity_logsumexp(products: float) -> Iterator[Case]:
 
 def _sigmoid_loss(products: float) -> Iterator[Case]:
     one_tile = Loss("sigmoid_loss")
-    yield from _in_one_tile(one_tile, (37, 37, 43), [3.0, -4.0], lambda *all: sigmoid_loss(*all, "sum"), products)
+
+    def in_sum(query: Tensor, key: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        return sigmoid_loss(query, key, scale, bias, "sum")
+
+    yield from _in_one_tile(one_tile, (37, 37, 43), [3.0, -4.0], in_sum, products)
     yield from _contrastive_case(
         "300 x 300 x 43",
         _contrastive_inputs(300, 300, 43),

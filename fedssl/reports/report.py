@@ -274,7 +274,7 @@ def _curve_charts(methods: Methods) -> list[PageFigure]:
 def _spending_charts(methods: Methods) -> list[PageFigure]:
     """Return what several methods reach for what a client has computed and sent by then; none for less than two."""
     styles = method_styles(list(methods))
-    charts = []
+    charts: list[PageFigure] = []
     for metric in ("knn", "view_retrieval"):
         groups = {
             name: [curve for run in runs if len(curve := run.overall(metric)) > 2] for name, runs in methods.items()
