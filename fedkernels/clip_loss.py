@@ -50,7 +50,7 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, reductio
     dtype = compute_dtype(image, text)
     if contrastive.operator("similarity_logsumexp", image, text, logit_scale) is None:
         return _reference(contrastive.scaled_rows(image, logit_scale, dtype), text, 1.0, reduction)
-    if contrastive_one_tile.serves(image, text, reduction, len(image) ** 2):
+    if contrastive_one_tile.serves(image, text, reduction, image.shape[0] ** 2):
         divisor = len(image) if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("clip_loss", of_rows=0.5, of_columns=0.5, divisor=divisor)
         return contrastive_one_tile.value(loss, image, text, logit_scale)

@@ -49,7 +49,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
     temperature = checks.positive_number_or_tensor("temperature", temperature, view1.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     operator = contrastive.operator("nt_xent", view1, view2, temperature)
-    if operator is not None and contrastive_one_tile.serves(view1, view2, reduction, 4 * len(view1) ** 2):
+    if operator is not None and contrastive_one_tile.serves(view1, view2, reduction, 4 * view1.shape[0] ** 2):
         half, divisor = len(view1), 2.0 * len(view1) if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("nt_xent", symmetric=True, shift=half, divides=True, divisor=divisor)
         return contrastive_one_tile.value(loss, _rows_of(view1, view2), None, temperature)

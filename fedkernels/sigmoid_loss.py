@@ -58,7 +58,7 @@ def sigmoid_loss(
     numbers, dtype, operator = (logit_scale, logit_bias), compute_dtype(image, text), None
     if reduction != "none":
         operator = contrastive.operator("sigmoid_loss", image, text, *numbers)
-    if operator is not None and contrastive_one_tile.serves(image, text, reduction, len(image) ** 2):
+    if operator is not None and contrastive_one_tile.serves(image, text, reduction, image.shape[0] ** 2):
         divisor = len(image) if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("sigmoid_loss", divisor=divisor)
         return contrastive_one_tile.value(loss, image, text, logit_scale, logit_bias)

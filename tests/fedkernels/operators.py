@@ -494,6 +494,7 @@ OPERATORS = OF_CONTRASTIVE | OF_SIMILARITIES | OF_PLANS | OF_SERVER_AND_CLIENTS
 # What else is public, and is no function of tensors.
 OTHERS = {
     "CKAAccumulator": "a state: test_accumulate_cka.py",
+    "GradientCache": "two passes around any loss: test_gradient_cache.py",
     "MinibatchCKA": "a state: test_accumulate_cka.py",
     "compare": "a loop over networks and data: test_compare_networks.py",
     "Comparison": "what compare returns",

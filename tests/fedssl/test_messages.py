@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedssl.engines.in_process import resume, run
 from fedssl.federation import build_federation
 from fedssl.messages import Message, from_transport, merge, to_transport
 from fedssl.run_folder.record import read_run
-from fedssl.run_folder.storage import read_message
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.short_runs import SMALL, contents, stopped_before_commit
 
@@ -44,16 +41,6 @@ def test_metrics_are_merged_and_a_name_that_two_parts_send_is_refused():
     assert merge([Message(metrics={"loss": 0.5}), Message(metrics={"cka": 1.0})]).metrics == {"loss": 0.5, "cka": 1.0}
     with pytest.raises(ValueError, match="both send 'a'"):
         merge([Message({"a": torch.zeros(1)}), Message({"a": torch.zeros(1)})])
-
-
-def test_a_state_of_an_earlier_version_is_read(tmp_path):
-    """There a metric was a number whose name began with metric/."""
-    numbers = {"rounds_taken": 2.0, "metric/eua_weight/3": 0.25}
-    header = {"message": json.dumps({"numbers": numbers, "config": {"form": "mean"}})}
-    (tmp_path / "state").write_bytes(save({"a": torch.ones(2)}, metadata=header))
-    state = read_message(tmp_path / "state")
-    found = (state.numbers, state.config, state.metrics)
-    assert found == ({"rounds_taken": 2.0}, {"form": "mean"}, {"eua_weight/3": 0.25})
 
 
 # What travels
