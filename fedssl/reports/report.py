@@ -276,35 +276,33 @@ def _spending_charts(methods: Methods) -> list[PageFigure]:
     styles = method_styles(list(methods))
     charts: list[PageFigure] = []
     for metric in ("knn", "view_retrieval"):
-        groups = {
-            name: [curve for run in runs if len(curve := run.overall(metric)) > 2] for name, runs in methods.items()
-        }
-        groups = {name: curves for name, curves in groups.items() if curves}
-        if len(groups) < 2 or charts:
+        curves = {name: [run.overall(metric) for run in runs] for name, runs in methods.items()}
+        groups = {name: kept for name, each in curves.items() if (kept := [curve for curve in each if len(curve) > 2])}
+        if len(groups) < 2:
             continue
         memory = "; ".join(
             f"{name} {format_bytes(max(max(run.overall('memory').values(), default=0.0) for run in methods[name]))}"
             for name in groups
         )
         for title, amounts in _SPENDING.items():
-            spent = {name: _spent_by_round(methods[name][0], amounts) for name in groups}
+            spent = {name: _spent_by_round(methods[name], amounts) for name in groups}
             if all(spent.values()):
                 figure = draw_curves(metric, groups, styles, (title, spent))
-                note = f"Largest memory of a training step: {memory}." if memory else ""
+                note = f"Largest memory of a training step: {memory}."
                 charts.append(page_figure(figure, f"{metric_title(metric)} by {title}", note))
+        break
     return charts
 
 
-def _spent_by_round(run: Run, amounts: Sequence[str]) -> dict[int, float]:
-    """Return by round the sum of these metrics up to it, a client's mean; empty where none was logged."""
-    spent, clients = dict.fromkeys(range(run.rounds + 1), 0.0), set()
-    for (number, who, metric), value in run.values.items():
+def _spent_by_round(runs: Sequence[Run], amounts: Sequence[str]) -> dict[int, float]:
+    """Return by round the sum of these metrics up to it, a client's mean in the longest run; empty without any."""
+    spent, clients = dict.fromkeys(sorted({number for run in runs for number, _, _ in run.values}), 0.0), set()
+    for (number, who, metric), value in max(runs, key=lambda run: run.last_round).values.items():
         if metric in amounts and who.isdigit():
             spent[number] += value
             clients.add(who)
-    return (
-        dict(zip(spent, accumulate(value / len(clients) for value in spent.values()), strict=True)) if clients else {}
-    )
+    sums = accumulate(value / max(len(clients), 1) for value in spent.values())
+    return dict(zip(spent, sums, strict=True)) if clients else {}
 
 
 def _constant(runs: Sequence[Run], metric: str) -> float | None:
