@@ -33,7 +33,7 @@ pack() {
   # What an image with torch, scipy, timm and pytest lacks, with what it requires; then what needs nothing more.
   $python -m pip download -q $target 'pydantic>=2.10' 'tensorboard>=2.18'
   $python -m pip download -q $target --no-deps POT==0.9.5 quadprog kornia kornia_rs open_clip_torch ftfy wcwidth \
-    torch_cka pytorch-metric-learning
+    torch_cka pytorch-metric-learning liger-kernel inf-cl
   [ -z "${1:-}" ] || cp "$1" build/gpu/cifar10.npz
   local bytes=$( (git ls-files -z && find build/gpu -type f -print0) | du -cb --files0-from=- | tail -n 1 | cut -f 1)
   echo "build/gpu and all tracked files: $((bytes >> 20)) of 64 MiB"

@@ -47,7 +47,8 @@ def info_nce(
         labels: int64 [B] and [N + M], of the queries and of the keys: pairs of equal labels are left out.
         excluded: bool [B, N + M]: pairs that are left out where it is True.
         recompute: form the gradients in the backward pass, from the logits once more. Usually they are formed with the
-            loss, while the logits are at hand, and wait in float32 or wider. This saves that memory for one product of
+            loss, while the logits are at hand, and wait in float32 or wider (on CUDA the weights of all pairs wait, if
+            they fit into 24 MB). This saves that memory for one product of
             B x N x d in addition to two or three, on CUDA one more where an input has 16 bits: its gradient then has
             no float32 sums of all rows. For B = N = 65,536 this takes less than 64 MB beside the gradients.
 

@@ -82,11 +82,9 @@ static void contrastive_sums_cuda(Tensor products, std::vector<int64_t> place, d
                                    doubles(of_positives, last), doubles(counted, last), device.stream()));
 }
 
-// -> the sums of each block of what the logits' scale gets, or nothing
-static Tensor contrastive_weights_cuda(Tensor products, std::vector<int64_t> place, double scale,
-                                       std::vector<Tensor> options, std::vector<Tensor> given,
-                                       std::vector<double> constants, double factor, Tensor weights, Tensor rest,
-                                       bool of_scale) {
+static void contrastive_weights_cuda(Tensor products, std::vector<int64_t> place, double scale,
+                                     std::vector<Tensor> options, std::vector<Tensor> given,
+                                     std::vector<double> constants, double factor, Tensor weights, Tensor rest) {
   const OnDevice device(products);
   const auto tile = tile_of(products, place, scale, options);
   const int64_t last = tile.first_row + tile.rows;
@@ -94,16 +92,14 @@ static Tensor contrastive_weights_cuda(Tensor products, std::vector<int64_t> pla
   const auto doubles = [&](int index, int64_t count) {
     return optional_on_cuda<const double>(given[index], ScalarType::Double, products, count);
   };
-  const Tensor parts = memory_on(products, {of_scale ? cuda_contrastive_parts(&tile) : 0}, ScalarType::Double);
   const cuda::ContrastiveWeights of_tile = {
       doubles(0, last), doubles(1, tile.all_columns), doubles(2, last), doubles(3, tile.all_columns), doubles(4, last),
       {constants[0], constants[1], constants[2]}, factor, weights_array(weights, products),
-      optional_on_cuda<float>(rest, ScalarType::Float, products, last), static_cast<double*>(data_or_null(parts))};
+      optional_on_cuda<float>(rest, ScalarType::Float, products, last), nullptr};
   STD_TORCH_CHECK((of_tile.rows || !(of_tile.row_weights || constants[0])) &&
                       (of_tile.columns || !(of_tile.column_weights || constants[1])),
                   "weights must belong to sums");
   check_cuda(cuda_contrastive_weights(&tile, &of_tile, device.stream()));
-  return parts;
 }
 
 static void contrastive_sigmoid_cuda(Tensor products, std::vector<int64_t> place, double scale,
@@ -122,36 +118,89 @@ static void contrastive_sigmoid_cuda(Tensor products, std::vector<int64_t> place
   check_cuda(cuda_contrastive_sigmoid(&tile, &of_tile, doubles(rows), device.stream()));
 }
 
-// -> the loss [], and the derivatives in scale and bias and the share of a row, [3]
-static std::tuple<Tensor, Tensor> contrastive_reduce_cuda(Tensor products, std::vector<int64_t> place, double scale,
-                                                          std::vector<Tensor> options, std::vector<Tensor> given,
-                                                          std::vector<double> numbers) {
+// What a loss of one tile works with, in one tensor: its gradients need the numbers, what counts with classes, and the
+// rest of the positives' weights where these are rounded to 16 bits.
+struct OneTile {
+  double *numbers, *rows, *of_positives, *counted, *columns, *parts;
+  float* rest;
+
+  static int64_t size(const cuda::ContrastiveTile& tile) {
+    return 3 + 4 * tile.rows + tile.columns + cuda_contrastive_parts(&tile);
+  }
+  OneTile(const Tensor& memory, const cuda::ContrastiveTile& tile, const Array& weights) {
+    numbers = static_cast<double*>(memory.data_ptr());
+    rows = numbers + 3;
+    of_positives = rows + tile.rows;
+    counted = of_positives + tile.rows;
+    columns = counted + 2 * tile.rows;
+    parts = columns + tile.columns;
+    const bool made_good = weights.data && is_16_bits(weights.dtype) && tile.shift >= 0;
+    rest = made_good ? reinterpret_cast<float*>(counted + tile.rows) : nullptr;
+  }
+};
+
+// -> the loss [], and what OneTile finds in memory
+static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(Tensor products, std::vector<int64_t> place, double scale,
+                                                            std::vector<Tensor> options, std::vector<double> numbers,
+                                                            Tensor bias, Tensor weights, bool of_scale) {
   const OnDevice device(products);
   const auto tile = tile_of(products, place, scale, options);
-  STD_TORCH_CHECK(given.size() == 6 && numbers.size() == 4, "given must be six tensors, numbers four");
-  const auto doubles = [&](int index, int64_t count) {
-    return optional_on_cuda<const double>(given[index], ScalarType::Double, products, count);
-  };
-  const int64_t parts = std::max(given[4].numel(), given[5].numel());
+  STD_TORCH_CHECK(numbers.size() == 4 && tile.first_row == 0 && tile.columns == tile.all_columns,
+                  "numbers must be four, and the tile must have all pairs");
+  const bool symmetric = tile.leave_out_self, sigmoid = bias.numel() > 0, wanted = weights.numel() > 0;
+  STD_TORCH_CHECK(!symmetric || tile.rows == tile.columns, "a symmetric tile must have as many rows as columns");
+  const Array to = wanted ? weights_array(weights, products) : Array{};
   const Tensor loss = memory_on(products, {}, products.scalar_type());
-  const Tensor results = memory_on(products, {3}, ScalarType::Double);
-  const cuda::ContrastiveReduction reduction = {
-      doubles(0, tile.rows), doubles(1, tile.rows), doubles(2, tile.rows), doubles(3, tile.rows), tile.rows, numbers[0],
-      numbers[1], numbers[2], doubles(4, parts), doubles(5, parts), parts, numbers[3],
-      cuda_array_of(loss, "loss", products.get_device_index()), static_cast<double*>(results.data_ptr())};
-  STD_TORCH_CHECK(reduction.rows, "rows must not be empty");
+  const Tensor memory = memory_on(products, {OneTile::size(tile)}, ScalarType::Double);
+  const OneTile at(memory, tile, to);
+  cuda::ContrastiveReduction reduction = {
+      at.rows, nullptr, nullptr, nullptr, tile.rows, numbers[0], numbers[1], numbers[2], nullptr, nullptr, 0,
+      symmetric ? 0.5 : 1.0, cuda_array_of(loss, "loss", products.get_device_index()), at.numbers};
+  if (sigmoid) {
+    if (wanted) {
+      reduction.parts = tile.rows;
+      reduction.of_scale = at.of_positives;
+      reduction.of_bias = at.counted;
+    }
+    const cuda::ContrastiveSigmoid given = {
+        optional_array(bias, "the bias", products), numbers[3], to, at.rest,
+        wanted ? at.of_positives : nullptr, wanted ? at.counted : nullptr};
+    check_cuda(cuda_contrastive_sigmoid(&tile, &given, at.rows, device.stream()));
+  } else {
+    double* const columns = numbers[1] ? at.columns : nullptr;
+    double* const counted = tile.classes ? at.counted : nullptr;
+    reduction.columns = columns;
+    reduction.of_positives = at.of_positives;
+    reduction.counted = counted;
+    check_cuda(cuda_contrastive_sums(&tile, at.rows, columns, at.of_positives, counted, device.stream()));
+    if (wanted) {
+      // Of a symmetric loss a pair's weight has the sums of both rows: one product makes the gradient.
+      cuda::ContrastiveWeights given = {at.rows, symmetric ? at.rows : columns, counted, counted, nullptr,
+                                        {numbers[0], numbers[1], -1.0}, numbers[3], to, at.rest,
+                                        of_scale ? at.parts : nullptr};
+      if (symmetric) {
+        given.constants[0] = given.constants[1] = 1;
+        given.constants[2] = -2;
+      }
+      if (of_scale) {
+        reduction.of_scale = at.parts;
+        reduction.parts = cuda_contrastive_parts(&tile);
+      }
+      check_cuda(cuda_contrastive_weights(&tile, &given, device.stream()));
+    }
+  }
   check_cuda(cuda_contrastive_reduce(&tile, &reduction, device.stream()));
-  return {loss, results};
+  return {loss, memory};
 }
 
 static void contrastive_finish_cuda(Tensor weights, std::vector<int64_t> place, double scale,
                                     std::vector<Tensor> options, std::vector<Tensor> rows, std::vector<Tensor> sums,
-                                    std::vector<Tensor> to, double factor, std::vector<Tensor> given,
+                                    std::vector<Tensor> to, double factor, Tensor grad, Tensor memory,
                                     std::vector<Tensor> of_numbers) {
   const OnDevice device(weights);
   const auto tile = tile_of(weights, place, scale, options, false);
-  STD_TORCH_CHECK(rows.size() == 2 && sums.size() == 2 && to.size() == 2 && given.size() == 4 && of_numbers.size() == 2,
-                  "rows, sums, to and of_numbers must be two tensors each, given four");
+  STD_TORCH_CHECK(rows.size() == 2 && sums.size() == 2 && to.size() == 2 && of_numbers.size() == 2,
+                  "rows, sums, to and of_numbers must be two tensors each");
   cuda::ContrastiveGradients gradients = {};
   gradients.width = rows[0].size(1);
   for (int side = 0; side < 2; ++side) {
@@ -165,14 +214,15 @@ static void contrastive_finish_cuda(Tensor weights, std::vector<int64_t> place, 
                     "sums and gradients must have the shape of the rows, which must be those of the tile");
   }
   gradients.factor = factor;
-  gradients.rest = optional_on_cuda<const float>(given[0], ScalarType::Float, weights, tile.rows);
-  gradients.counted = optional_on_cuda<const double>(given[1], ScalarType::Double, weights, tile.rows);
-  gradients.grad = cuda_array_of(given[2], "grad", weights.get_device_index());
-  gradients.numbers = optional_on_cuda<const double>(given[3], ScalarType::Double, weights, 3);
+  STD_TORCH_CHECK(grad.numel() == 1 && memory.numel() == OneTile::size(tile), "one grad and the memory must be given");
+  optional_on_cuda<const double>(memory, ScalarType::Double, weights, 1);  // it is checked
+  const OneTile at(memory, tile, cuda_array_of(weights, "weights", weights.get_device_index()));
+  gradients.rest = at.rest;
+  gradients.counted = tile.classes ? at.counted : nullptr;
+  gradients.numbers = at.numbers;
+  gradients.grad = cuda_array_of(grad, "grad", weights.get_device_index());
   gradients.to_scale = optional_array(of_numbers[0], "the scale's gradient", weights);
   gradients.to_bias = optional_array(of_numbers[1], "the bias's gradient", weights);
-  STD_TORCH_CHECK(gradients.numbers && given[2].numel() == 1 && !gradients.counted == !tile.classes,
-                  "numbers and one grad must be given, and what counts with classes");
   check_cuda(cuda_contrastive_finish(&tile, &gradients, device.stream()));
 }
 
@@ -205,7 +255,7 @@ STABLE_TORCH_LIBRARY_IMPL(fedkernels, CUDA, m) {
   m.impl("contrastive_sums", TORCH_BOX(&contrastive_sums_cuda));
   m.impl("contrastive_weights", TORCH_BOX(&contrastive_weights_cuda));
   m.impl("contrastive_sigmoid", TORCH_BOX(&contrastive_sigmoid_cuda));
-  m.impl("contrastive_reduce", TORCH_BOX(&contrastive_reduce_cuda));
+  m.impl("contrastive_one_tile", TORCH_BOX(&contrastive_one_tile_cuda));
   m.impl("contrastive_finish", TORCH_BOX(&contrastive_finish_cuda));
   m.impl("contrastive_in_one", TORCH_BOX(&contrastive_in_one_cuda));
 }

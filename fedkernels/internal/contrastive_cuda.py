@@ -89,8 +89,7 @@ class _Tiles:
 
     def products(self, query: Tensor, key: Tensor) -> Tensor:
         out = self._products[: len(query) * len(key)].view(len(query), len(key))
-        multiply(query.to(self._dtype), key.to(self._dtype).T, out)
-        return out
+        return multiplied(query.to(self._dtype), key.to(self._dtype).T, out.dtype, out)
 
     def weights(self, products: Tensor) -> Tensor:
         """The memory that a tile's weights are written to."""
@@ -163,13 +162,11 @@ def _returns_wide(first: Tensor) -> bool:
     return not narrow_sums and not (len(first) == 1 and torch.cuda.tunable.is_enabled())
 
 
-def multiply(first: Tensor, second: Tensor, to: Tensor) -> None:
-    if first.dtype == to.dtype:
-        torch.mm(first, second, out=to)
-    elif _returns_wide(first):
-        torch.mm(first, second, out_dtype=to.dtype, out=to)
-    else:
-        torch.mm(first.to(to.dtype), second.to(to.dtype), out=to)
+def multiplied(first: Tensor, second: Tensor, dtype: torch.dtype, to: Tensor | None = None) -> Tensor:
+    """first @ second in `dtype`, of matrices of one dtype; in the memory `to` if there is one."""
+    if first.dtype != dtype and _returns_wide(first):
+        return torch.mm(first, second, out_dtype=dtype, out=to)
+    return torch.mm(first.to(dtype), second.to(dtype), out=to)
 
 
 def _add_product(to: Tensor, first: Tensor, second: Tensor, factor: float, fresh: bool = False) -> None:
@@ -187,9 +184,7 @@ def product(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
     """first @ second in `dtype`; where both have the same 16 bits they are multiplied as they are."""
     if first.dtype != second.dtype:
         first, second = first.to(dtype), second.to(dtype)
-    to = first.new_empty((len(first), second.shape[1]), dtype=dtype)
-    multiply(first, second, to)
-    return to
+    return multiplied(first, second, dtype)
 
 
 def add_weighted(to: Tensor, weights: Tensor, rows: Tensor) -> None:
@@ -257,7 +252,7 @@ def _gradients(
         if fresh is not None:
             _ops.contrastive_sums(*place, *options, *fresh)
         weights = tiles.weights(products)
-        _ops.contrastive_weights(*place, *options, of_weights, given.constants, scale, weights, rest, False)
+        _ops.contrastive_weights(*place, *options, of_weights, given.constants, scale, weights, rest)
         if to_query is not None:
             _add_product(to_query, weights, key.to(pairs.dtype), factor, fresh=first_key == 0)
         if to_key is not None:

@@ -86,38 +86,19 @@ class _OneTile(torch.autograd.Function):
         shift = loss.shift if given[-1] is None else -1
         place = [0, 0, key_count, shift, int(loss.symmetric), int(loss.divides)]
         options = [empty, *left_out, empty if scale is None else scale, classes]
-        products = rows.new_empty((count, key_count), dtype=compute_dtype(rows))
-        contrastive_cuda.multiply(rows, keys.T, products)
-        tile = products, place, loss.number, options
-
-        narrow, wanted = rows.dtype != products.dtype, any(ctx.needs_input_grad)
-        factor = contrastive_cuda.WEIGHT_SCALE if narrow else 1.0
-        weights = (torch.empty_like(products, dtype=rows.dtype) if narrow else products) if wanted else empty
-        rest = rows.new_empty(count, dtype=torch.float32) if narrow and shift >= 0 else empty
-        of_rows, second, third = rows.new_empty((3, count), dtype=torch.float64).unbind()
-        counted = of_bias = columns = parts = of_positives = empty
-        if bias is not None:
-            parts, of_bias = (second, third) if wanted else (empty, empty)
-            _ops.contrastive_sigmoid(*tile, bias, factor, weights, rest, of_rows, parts, of_bias)
-        else:
-            of_positives = second
-            if given[-1] is not None:
-                counted = third
-            if loss.of_columns:
-                columns = rows.new_empty(key_count, dtype=torch.float64)
-            _ops.contrastive_sums(*tile, of_rows, columns, of_positives, counted)
-            if wanted:
-                # Of a symmetric loss a pair's weight has the sums of both rows: one product makes the gradient.
-                of_columns = of_rows if loss.symmetric else columns
-                constants = [1.0, 1.0, -2.0] if loss.symmetric else [loss.of_rows, loss.of_columns, -1.0]
-                sums = [of_rows, of_columns, counted, counted, empty]
-                of_scale = ctx.needs_input_grad[2]
-                parts = _ops.contrastive_weights(*tile, sums, constants, factor, weights, rest, of_scale)
-        share = 0.5 if loss.symmetric else 1.0
-        terms = [of_rows, columns, of_positives, counted, parts, of_bias]
-        result, numbers = _ops.contrastive_reduce(*tile, terms, [loss.of_rows, loss.of_columns, loss.divisor, share])
+        products = contrastive_cuda.multiplied(rows, keys.T, compute_dtype(rows))
+        weights, factor = empty, 1.0
+        if any(ctx.needs_input_grad):
+            weights = products
+            if rows.dtype != products.dtype:
+                weights, factor = torch.empty_like(products, dtype=rows.dtype), contrastive_cuda.WEIGHT_SCALE
+        numbers = [loss.of_rows, loss.of_columns, loss.divisor, factor]
+        of_scale = ctx.needs_input_grad[2]
+        result, memory = _ops.contrastive_one_tile(
+            products, place, loss.number, options, numbers, empty if bias is None else bias, weights, of_scale
+        )
         ctx.loss, ctx.place, ctx.factor = loss, place, factor
-        ctx.formed = weights, rest, counted, numbers, options
+        ctx.formed = weights, memory, options
         ctx.save_for_backward(rows, keys, scale, bias)
         return result
 
@@ -130,27 +111,26 @@ class _OneTile(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     if is_batched(grad):  # the kernel takes one
-        found = _gradients(ctx, ctx.formed[3].new_ones(()))
+        found = _gradients(ctx, ctx.formed[1].new_ones(()))
         return [
             None if one is None else (one * grad.view(*grad.shape, *(1,) * one.ndim)).to(one.dtype) for one in found
         ]
-    (rows, keys, scale, bias), (weights, rest, counted, numbers, options) = ctx.saved_tensors, ctx.formed
+    (rows, keys, scale, bias), (weights, memory, options) = ctx.saved_tensors, ctx.formed
     empty = options[0]
     of_query, of_key, of_scale, of_bias = ctx.needs_input_grad[:4]
     sums, to = [empty, empty], [empty, empty]
     for side, (wanted, first, second) in enumerate(((of_query, weights, keys), (of_key, weights.T, rows))):
         if wanted:
-            sums[side] = second.new_empty((first.shape[0], second.shape[1]), dtype=compute_dtype(rows))
-            contrastive_cuda.multiply(first, second, sums[side])
+            sums[side] = contrastive_cuda.multiplied(first, second, compute_dtype(rows))
             same = rows.dtype == sums[side].dtype  # then in place
             to[side] = sums[side] if same else torch.empty_like(sums[side], dtype=rows.dtype)
     of_numbers = [
         torch.empty_like(one) if one is not None and wanted else empty
         for one, wanted in ((scale, of_scale), (bias, of_bias))
     ]
-    given = [rest, counted, grad.contiguous(), numbers]
     _ops.contrastive_finish(
-        weights, ctx.place, ctx.loss.number, options, [rows, keys], sums, to, ctx.factor, given, of_numbers
+        *(weights, ctx.place, ctx.loss.number, options, [rows, keys], sums, to),
+        *(ctx.factor, grad.contiguous(), memory, of_numbers),
     )
     formed = (*to, *of_numbers)
     return [one if wanted else None for one, wanted in zip(formed, ctx.needs_input_grad, strict=False)]

@@ -51,7 +51,7 @@ CPU_ONLY = frozenset(
 # products.
 PARTS = ("linear_cka_combine", "linear_cka_prepare")
 CONTRASTIVE_PARTS = tuple(
-    f"contrastive_{name}" for name in ("in_one", "sigmoid", "sums", "weights", "reduce", "finish")
+    f"contrastive_{name}" for name in ("in_one", "sigmoid", "sums", "weights", "one_tile", "finish")
 )
 _PACKAGE = Path(__file__).parent.parent
 _NOTE = _PACKAGE / "_C.missing"  # written by the installation if it could not compile

@@ -48,12 +48,19 @@ def poison(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def set_up(
-    library: ctypes.CDLL, order: tuple[int, bool], multiprocessors: int = 4, shared_limit: int = 227 << 10
+    library: ctypes.CDLL,
+    order: tuple[int, bool],
+    multiprocessors: int = 4,
+    shared_limit: int = 227 << 10,
+    grid_limit: int = 65535,
 ) -> None:
-    """The order of the threads, and the device, for the calls that follow."""
+    """The order of the threads, and the device, for the calls that follow.
+
+    `grid_limit`: the most blocks on the second and third side of a grid.
+    """
     global _fresh_memory
     _fresh_memory = order[0]
-    library.cuda_on_cpu_settings(order[0], int(order[1]), multiprocessors, ctypes.c_size_t(shared_limit))
+    library.cuda_on_cpu_settings(order[0], int(order[1]), multiprocessors, ctypes.c_size_t(shared_limit), grid_limit)
 
 
 def assert_same(found: Any, again: Any) -> None:

@@ -124,6 +124,7 @@ struct Exchange {
 struct Settings {
   int poison = 0x7fff, reversed = 0, multiprocessors = 4;
   size_t shared_limit = 227 << 10;
+  unsigned grid_limit = 65535;  // of its second and third side
 } settings;
 
 const std::function<void()>* body;
@@ -417,7 +418,9 @@ const char* run(const Launch& launch, const std::function<void()>& of_thread) {
   failed = false;
   error.clear();
   if (threads == 0 || threads > 1024 || threads % 32) error = "a block must have a multiple of 32 threads, up to 1024";
-  if (blocks == 0 || launch.grid.y > 65535 || launch.grid.z > 65535) error = "a grid with no blocks, or too many";
+  if (blocks == 0 || launch.grid.y > settings.grid_limit || launch.grid.z > settings.grid_limit) {
+    error = "a grid with no blocks, or too many";
+  }
   if (launch.shared > settings.shared_limit) error = "more dynamic shared memory than a block may have";
   if (!error.empty()) return error.c_str();
 
@@ -439,8 +442,9 @@ const char* run(const Launch& launch, const std::function<void()>& of_thread) {
 
 // Shared memory starts as `poison` in each two bytes; `reversed` runs blocks, warps and lanes from the last to the
 // first, blocks in turn, and copies at once.
-extern "C" void cuda_on_cpu_settings(int poison, int reversed, int multiprocessors, size_t shared_limit) {
-  settings = {poison, reversed, multiprocessors, shared_limit};
+extern "C" void cuda_on_cpu_settings(int poison, int reversed, int multiprocessors, size_t shared_limit,
+                                     unsigned grid_limit) {
+  settings = {poison, reversed, multiprocessors, shared_limit, grid_limit};
 }
 
 }  // namespace cuda_on_cpu

@@ -1,0 +1,40 @@
+// The contrastive operators of CUDA on the CPU, without their kernels: what is left is the host's part, with its call
+// through torch's dispatcher and its memory. benchmarks/launches.py compiles it, against libtorch's stable ABI.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <tuple>
+#include <vector>
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Doubles = std::vector<double>;
+using Integers = std::vector<int64_t>;
+using Tensors = std::vector<Tensor>;
+
+static Tensor memory_on(const Tensor& like, const Integers& shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
+static void sums(Tensor, Integers, double, Tensors, Tensor, Tensor, Tensor, Tensor) {}
+static void weights(Tensor, Integers, double, Tensors, Tensors, Doubles, double, Tensor, Tensor) {}
+static void sigmoid(Tensor, Integers, double, Tensors, Tensor, double, Tensor, Tensor, Tensor, Tensor, Tensor) {}
+static void finish(Tensor, Integers, double, Tensors, Tensors, Tensors, Tensors, double, Tensor, Tensor, Tensors) {}
+
+static std::tuple<Tensor, Tensor> one_tile(Tensor products, Integers, double, Tensors, Doubles, Tensor, Tensor, bool) {
+  return {memory_on(products, {}, products.scalar_type()), memory_on(products, {3}, ScalarType::Double)};
+}
+static std::tuple<Tensor, Tensor> in_one(Tensor query, Tensor, double, bool) {
+  return {memory_on(query, {query.size(0)}, ScalarType::Float),
+          memory_on(query, {query.size(0), query.size(1)}, ScalarType::Float)};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fedkernels, CPU, m) {
+  m.impl("contrastive_sums", TORCH_BOX(&sums));
+  m.impl("contrastive_weights", TORCH_BOX(&weights));
+  m.impl("contrastive_sigmoid", TORCH_BOX(&sigmoid));
+  m.impl("contrastive_finish", TORCH_BOX(&finish));
+  m.impl("contrastive_one_tile", TORCH_BOX(&one_tile));
+  m.impl("contrastive_in_one", TORCH_BOX(&in_one));
+}
