@@ -54,7 +54,9 @@ def gpu_cases(quick: bool) -> tuple[Case, ...]:
             size=f"bfloat16, B = {rows}, d = {width}",
             inputs=partial(pairs, rows, width, dtype=torch.bfloat16),
             implementations=(
-                Implementation("fedkernels.sigmoid_loss", _ours, note="the rows in 16 bits, scale and bias on the device"),
+                Implementation(
+                    "fedkernels.sigmoid_loss", _ours, note="the rows in 16 bits, scale and bias on the device"
+                ),
                 Implementation(NAIVE, _naive, note=NAIVE_NOTE),
                 Implementation(OPEN_CLIP, _open_clip, package="open_clip_torch"),
             ),

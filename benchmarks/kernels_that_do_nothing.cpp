@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -11,6 +12,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Doubles = std::vector<double>;
 using Integers = std::vector<int64_t>;
+using Maybe = std::optional<Tensor>;
 using Tensors = std::vector<Tensor>;
 
 static Tensor memory_on(const Tensor& like, const Integers& shape, ScalarType dtype) {
@@ -20,9 +22,11 @@ static Tensor memory_on(const Tensor& like, const Integers& shape, ScalarType dt
 static void sums(Tensor, Integers, double, Tensors, Tensor, Tensor, Tensor, Tensor) {}
 static void weights(Tensor, Integers, double, Tensors, Tensors, Doubles, double, Tensor, Tensor) {}
 static void sigmoid(Tensor, Integers, double, Tensors, Tensor, double, Tensor, Tensor, Tensor, Tensor, Tensor) {}
-static void finish(Tensor, Integers, double, Tensors, Tensors, Tensors, Tensors, double, Tensor, Tensor, Tensors) {}
+static void finish(Tensor, Integers, Doubles, Maybe, Maybe, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Tensor, Tensor,
+                   Maybe, Maybe) {}
 
-static std::tuple<Tensor, Tensor> one_tile(Tensor products, Integers, double, Tensors, Doubles, Tensor, Tensor, bool) {
+static std::tuple<Tensor, Tensor> one_tile(Tensor products, Integers, Doubles, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe,
+                                           Maybe, bool) {
   return {memory_on(products, {}, products.scalar_type()), memory_on(products, {3}, ScalarType::Double)};
 }
 static std::tuple<Tensor, Tensor> in_one(Tensor query, Tensor, double, bool) {

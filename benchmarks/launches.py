@@ -68,10 +68,9 @@ def kernels_that_count(launches: Launches) -> SimpleNamespace:
         launches.count += 1 + (arguments[4].numel() > 0)  # of columns
 
     def one_tile(products: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        numbers, bias, weights = arguments[3:6]
-        of_columns, wanted = numbers[1] > 0, weights.numel() > 0
+        _, numbers, *_, bias, weights, _ = arguments
         # The sums by row and column, the weights, and the reduction; a sigmoid loss has its weights with its sums.
-        launches.count += 2 + (of_columns + wanted if not bias.numel() else 0)
+        launches.count += 2 + (0 if bias is not None else (numbers[1] > 0) + (weights is not None))
         return products.new_empty(()), products.new_empty(3, dtype=torch.float64)
 
     def in_one(query: Tensor, key: Tensor, temperature: float, gradient: bool) -> tuple[Tensor, Tensor]:

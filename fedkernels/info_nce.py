@@ -83,7 +83,9 @@ def info_nce(
     ):
         divisor = query.shape[0] if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("info_nce", shift=positives, divides=True, divisor=divisor)
-        left_out = *(labels or (None, None)), excluded
+        left_out = contrastive_one_tile.NOTHING
+        if labels is not None or excluded is not None:
+            left_out = *(labels or (None, None)), excluded
         return contrastive_one_tile.value(loss, query, key, temperature, left_out=left_out)
     narrow = isinstance(temperature, Tensor) and contrastive.stays_narrow(query, key)
     if labels is not None or excluded is not None or isinstance(positives, Tensor) or narrow:

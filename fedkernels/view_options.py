@@ -117,6 +117,8 @@ def number(name: str, value: Any, expected: str = "a Python number") -> Any:
 
     A numpy array without dimensions is a number too. True and False are none.
     """
+    if type(value) is float:  # soon found, which abstract classes are not
+        return value
     one = plain(value)
     if isinstance(one, bool) or not isinstance(one, (Real, SymInt, SymFloat)):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
@@ -125,6 +127,8 @@ def number(name: str, value: Any, expected: str = "a Python number") -> Any:
 
 def integer(name: str, value: Any, expected: str = "an integer") -> int:
     """Return an integer of Python or numpy as Python's. A symbolic one, as of a traced shape, stays symbolic."""
+    if type(value) is int:
+        return value
     one = plain(value)
     if isinstance(one, SymInt):
         return one  # type: ignore[return-value]

@@ -1,5 +1,7 @@
 #include "cuda/contrastive.h"
 
+#include <array>
+#include <optional>
 #include <tuple>
 
 #include "ops/contrastive_checks.h"
@@ -7,27 +9,34 @@
 
 namespace fedkernels {
 
-// The data of a tensor that is empty where it is missing, of `count` entries beside `like`.
+// In lists a missing tensor is one without entries.
+using MaybeTensor = std::optional<Tensor>;
+
+static bool is_there(const MaybeTensor& tensor) { return tensor && tensor->numel() > 0; }
+
+// The data of a tensor that may be missing, of `count` entries beside `like`.
 template <typename T>
-static T* optional_on_cuda(const Tensor& tensor, ScalarType dtype, const Tensor& like, int64_t count) {
-  if (tensor.numel() == 0) return nullptr;
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.is_contiguous() && tensor.get_device_index() == like.get_device_index() &&
-                      tensor.scalar_type() == dtype && tensor.numel() >= count,
+static T* optional_on_cuda(const MaybeTensor& tensor, ScalarType dtype, const Tensor& like, int64_t count) {
+  if (!is_there(tensor)) return nullptr;
+  STD_TORCH_CHECK(tensor->is_cuda() && tensor->is_contiguous() &&
+                      tensor->get_device_index() == like.get_device_index() && tensor->scalar_type() == dtype &&
+                      tensor->numel() >= count,
                   "tensors beside products must be contiguous, on its device and long enough, and have the right dtype");
-  return static_cast<T*>(tensor.data_ptr());
+  return static_cast<T*>(tensor->data_ptr());
 }
 
-// An array that is null where the tensor is empty, on the device of `like`.
-static Array optional_array(const Tensor& tensor, const char* name, const Tensor& like) {
-  if (tensor.numel() == 0) return {};
-  return cuda_array_of(tensor, name, like.get_device_index());
+// An array that is null where the tensor is missing, on the device of `like`.
+static Array optional_array(const MaybeTensor& tensor, const char* name, const Tensor& like) {
+  if (!is_there(tensor)) return {};
+  return cuda_array_of(*tensor, name, like.get_device_index());
 }
 
 static bool is_16_bits(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16; }
 
 // Once there are weights, they are in the products' place and `read` is false.
+template <class Options>
 static cuda::ContrastiveTile tile_of(const Tensor& products, const std::vector<int64_t>& place, double scale,
-                                     const std::vector<Tensor>& options, bool read = true) {
+                                     const Options& options, bool read = true) {
   const Array array = cuda_array_of(products, "products", products.get_device_index());
   STD_TORCH_CHECK(!read || !is_16_bits(array.dtype), "products must be float32 or float64");
   STD_TORCH_CHECK(products.dim() == 2 && products.numel() > 0 && place.size() == 6 && place[0] >= 0 && place[1] >= 0 &&
@@ -140,16 +149,19 @@ struct OneTile {
 };
 
 // -> the loss [], and what OneTile finds in memory
-static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(Tensor products, std::vector<int64_t> place, double scale,
-                                                            std::vector<Tensor> options, std::vector<double> numbers,
-                                                            Tensor bias, Tensor weights, bool of_scale) {
+static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(Tensor products, std::vector<int64_t> place,
+                                                            std::vector<double> numbers, MaybeTensor row_labels,
+                                                            MaybeTensor column_labels, MaybeTensor excluded,
+                                                            MaybeTensor factor, MaybeTensor classes, MaybeTensor bias,
+                                                            MaybeTensor weights, bool of_scale) {
   const OnDevice device(products);
-  const auto tile = tile_of(products, place, scale, options);
-  STD_TORCH_CHECK(numbers.size() == 4 && tile.first_row == 0 && tile.columns == tile.all_columns,
-                  "numbers must be four, and the tile must have all pairs");
-  const bool symmetric = tile.leave_out_self, sigmoid = bias.numel() > 0, wanted = weights.numel() > 0;
+  STD_TORCH_CHECK(numbers.size() == 5, "numbers must be five");
+  const std::array<MaybeTensor, 6> options = {std::nullopt, row_labels, column_labels, excluded, factor, classes};
+  const auto tile = tile_of(products, place, numbers[4], options);
+  STD_TORCH_CHECK(tile.first_row == 0 && tile.columns == tile.all_columns, "the tile must have all pairs");
+  const bool symmetric = tile.leave_out_self, sigmoid = is_there(bias), wanted = is_there(weights);
   STD_TORCH_CHECK(!symmetric || tile.rows == tile.columns, "a symmetric tile must have as many rows as columns");
-  const Array to = wanted ? weights_array(weights, products) : Array{};
+  const Array to = wanted ? weights_array(*weights, products) : Array{};
   const Tensor loss = memory_on(products, {}, products.scalar_type());
   const Tensor memory = memory_on(products, {OneTile::size(tile)}, ScalarType::Double);
   const OneTile at(memory, tile, to);
@@ -193,14 +205,17 @@ static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(Tensor products, std
   return {loss, memory};
 }
 
-static void contrastive_finish_cuda(Tensor weights, std::vector<int64_t> place, double scale,
-                                    std::vector<Tensor> options, std::vector<Tensor> rows, std::vector<Tensor> sums,
-                                    std::vector<Tensor> to, double factor, Tensor grad, Tensor memory,
-                                    std::vector<Tensor> of_numbers) {
+static void contrastive_finish_cuda(Tensor weights, std::vector<int64_t> place, std::vector<double> numbers,
+                                    MaybeTensor factor, MaybeTensor classes, Tensor query, Tensor key,
+                                    MaybeTensor query_sums, MaybeTensor key_sums, MaybeTensor to_query,
+                                    MaybeTensor to_key, Tensor grad, Tensor memory, MaybeTensor to_scale,
+                                    MaybeTensor to_bias) {
   const OnDevice device(weights);
-  const auto tile = tile_of(weights, place, scale, options, false);
-  STD_TORCH_CHECK(rows.size() == 2 && sums.size() == 2 && to.size() == 2 && of_numbers.size() == 2,
-                  "rows, sums, to and of_numbers must be two tensors each");
+  STD_TORCH_CHECK(numbers.size() == 5, "numbers must be five");
+  const std::array<MaybeTensor, 6> options = {std::nullopt, std::nullopt, std::nullopt, std::nullopt, factor, classes};
+  const auto tile = tile_of(weights, place, numbers[4], options, false);
+  const Tensor rows[2] = {query, key};
+  const MaybeTensor sums[2] = {query_sums, key_sums}, to[2] = {to_query, to_key};
   cuda::ContrastiveGradients gradients = {};
   gradients.width = rows[0].size(1);
   for (int side = 0; side < 2; ++side) {
@@ -210,10 +225,11 @@ static void contrastive_finish_cuda(Tensor weights, std::vector<int64_t> place, 
     gradients.counts[side] = rows[side].size(0);
     const int64_t entries = rows[side].numel();
     STD_TORCH_CHECK(rows[side].size(0) == weights.size(side) && rows[side].size(1) == gradients.width &&
-                        (to[side].numel() == 0 || (to[side].numel() == entries && sums[side].numel() == entries)),
+                        (!is_there(to[side]) || (is_there(sums[side]) && to[side]->numel() == entries &&
+                                             sums[side]->numel() == entries)),
                     "sums and gradients must have the shape of the rows, which must be those of the tile");
   }
-  gradients.factor = factor;
+  gradients.factor = numbers[3];
   STD_TORCH_CHECK(grad.numel() == 1 && memory.numel() == OneTile::size(tile), "one grad and the memory must be given");
   optional_on_cuda<const double>(memory, ScalarType::Double, weights, 1);  // it is checked
   const OneTile at(memory, tile, cuda_array_of(weights, "weights", weights.get_device_index()));
@@ -221,8 +237,8 @@ static void contrastive_finish_cuda(Tensor weights, std::vector<int64_t> place, 
   gradients.counted = tile.classes ? at.counted : nullptr;
   gradients.numbers = at.numbers;
   gradients.grad = cuda_array_of(grad, "grad", weights.get_device_index());
-  gradients.to_scale = optional_array(of_numbers[0], "the scale's gradient", weights);
-  gradients.to_bias = optional_array(of_numbers[1], "the bias's gradient", weights);
+  gradients.to_scale = optional_array(to_scale, "the scale's gradient", weights);
+  gradients.to_bias = optional_array(to_bias, "the bias's gradient", weights);
   check_cuda(cuda_contrastive_finish(&tile, &gradients, device.stream()));
 }
 

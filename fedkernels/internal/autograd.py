@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 
 def needs_gradient(tensor: Tensor) -> bool:
@@ -22,7 +22,9 @@ def needs_gradient(tensor: Tensor) -> bool:
 
 def has_tangent(*tensors: Tensor) -> bool:
     """Does a tensor carry a forward-mode derivative? The references use it; the operators would silently drop it."""
-    return not torch.compiler.is_compiling() and any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def is_without_data(tensor: Tensor) -> bool:

@@ -41,7 +41,8 @@ def dense(name: str, tensor: Tensor) -> None:
 
 def not_empty(name: str, tensor: Tensor, dims: Sequence[int], layout: str) -> None:
     """`tensor` has no size 0 among its dimensions `dims`."""
-    if any(tensor.shape[dim] == 0 for dim in dims):
+    shape = tensor.shape
+    if 0 in [shape[dim] for dim in dims]:
         raise ValueError(f"{name} must not be empty in {layout}, got shape {list(tensor.shape)}")
 
 
@@ -81,7 +82,8 @@ def number_or_tensor(name: str, value: object, device: torch.device) -> float | 
             raise ValueError(f"{name} must be a number or a tensor of one entry, got shape {list(value.shape)}")
         if value.device != device and (value.ndim > 0 or value.device.type != "cpu"):
             raise ValueError(f"{name} must be on the device of the rows ({device}), got {value.device}")
-        return value.reshape(()).to(torch.promote_types(value.dtype, torch.float32))
+        value = value.reshape(()) if value.ndim else value  # a view is one more step of the backward pass
+        return value.float() if value.dtype.itemsize == 2 else value
     return finite(name, value, _NUMBER_OR_TENSOR)
 
 
@@ -115,7 +117,7 @@ def integers(name: str, tensor: object, shape: tuple[int, ...], layout: str) -> 
 
 def boolean(name: str, value: object) -> bool:
     """`value` is True or False, of Python or numpy."""
-    truth = plain(value)
+    truth = value if value is True or value is False else plain(value)
     if not isinstance(truth, bool):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
     return truth

@@ -18,7 +18,7 @@ if "info_nce" in native.CUDA:
 
 def operator(name: str, first: Tensor, second: Tensor, *scales: Tensor | float) -> Any:
     """The compiled operator `name`, or None if the reference is to be used."""
-    given = first, second, *(scale for scale in scales if isinstance(scale, Tensor))
+    given = [one for one in (first, second, *scales) if isinstance(one, Tensor)]
     return None if has_tangent(*given) else native.operator(name, first, second)
 
 

@@ -164,7 +164,9 @@ def _returns_wide(first: Tensor) -> bool:
 
 def multiplied(first: Tensor, second: Tensor, dtype: torch.dtype, to: Tensor | None = None) -> Tensor:
     """first @ second in `dtype`, of matrices of one dtype; in the memory `to` if there is one."""
-    if first.dtype != dtype and _returns_wide(first):
+    if first.dtype == dtype:
+        return torch.mm(first, second, out=to)
+    if _returns_wide(first):
         return torch.mm(first, second, out_dtype=dtype, out=to)
     return torch.mm(first.to(dtype), second.to(dtype), out=to)
 

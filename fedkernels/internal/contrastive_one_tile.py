@@ -28,16 +28,18 @@ class Loss(NamedTuple):
     symmetric: bool = False  # of rows against themselves; a row is no pair with itself
     shift: int = 0  # the positive of row i is key i + shift, or none if it is negative
     divides: bool = False  # a scale that is a tensor is a temperature
-    number: float = 1.0  # what the logits are multiplied with beside that
     divisor: float = 1.0  # of the sum; 0: how many rows have a positive
+
+
+NOTHING = (None, None, None)  # is left out
 
 
 def serves(query: Tensor, key: Tensor, reduction: str, pairs: int) -> bool:
     """Is this for a loss of so many pairs of these rows, which has a compiled operator?"""
-    if not query.is_cuda or torch.compiler.is_compiling() or is_without_data(query):
+    if not query.is_cuda or reduction == "none" or query.dtype != key.dtype:
         return False
     one_tile = pairs * compute_dtype(query).itemsize <= contrastive_cuda.TILE_BYTES
-    return one_tile and reduction != "none" and query.dtype == key.dtype
+    return one_tile and not torch.compiler.is_compiling() and not is_without_data(query)
 
 
 def value(
@@ -46,7 +48,7 @@ def value(
     key: Tensor | None,
     scale: Tensor | float | None,
     bias: Tensor | float | None = None,
-    left_out: Sequence[Tensor | None] = (None, None, None),
+    left_out: Sequence[Tensor | None] = NOTHING,
     classes: Tensor | None = None,
 ) -> Tensor:
     """The loss [], differentiable in query, key and what of scale and bias is a tensor.
@@ -60,11 +62,12 @@ def value(
         left_out: labels of queries and keys, and pairs [B, N], as `info_nce` takes them.
         classes: [B], of a symmetric loss: all rows of a row's class are its positives.
     """
+    number = 1.0  # what the logits are multiplied with beside a scale that is a tensor
     if scale is not None and not isinstance(scale, Tensor):
-        loss, scale = loss._replace(number=1 / scale if loss.divides else scale, divides=False), None
+        number, scale = 1 / scale if loss.divides else scale, None
     if bias is not None and not isinstance(bias, Tensor):
         bias = query.new_full((), bias, dtype=torch.float64)
-    result: Tensor = _OneTile.apply(query, key, scale, bias, loss, (*left_out, classes))
+    result: Tensor = _OneTile.apply(query, key, scale, bias, loss, number, left_out, classes)
     return result
 
 
@@ -77,63 +80,65 @@ class _OneTile(torch.autograd.Function):
         scale: Tensor | None,
         bias: Tensor | None,
         loss: Loss,
-        given: Sequence[Tensor | None],
+        number: float,
+        left_out: Sequence[Tensor | None],
+        classes: Tensor | None,
     ) -> Tensor:
         rows = query.contiguous()
         keys = rows if key is None else key.contiguous()
-        empty, count, key_count = rows.new_empty(0), rows.shape[0], keys.shape[0]
-        *left_out, classes = (empty if one is None else one.contiguous() for one in given)
-        shift = loss.shift if given[-1] is None else -1
-        place = [0, 0, key_count, shift, int(loss.symmetric), int(loss.divides)]
-        options = [empty, *left_out, empty if scale is None else scale, classes]
         products = contrastive_cuda.multiplied(rows, keys.T, compute_dtype(rows))
-        weights, factor = empty, 1.0
-        if any(ctx.needs_input_grad):
+        weights, factor = None, 1.0
+        if True in ctx.needs_input_grad:
             weights = products
             if rows.dtype != products.dtype:
                 weights, factor = torch.empty_like(products, dtype=rows.dtype), contrastive_cuda.WEIGHT_SCALE
-        numbers = [loss.of_rows, loss.of_columns, loss.divisor, factor]
-        of_scale = ctx.needs_input_grad[2]
+        shift = loss.shift if classes is None else -1
+        place = [0, 0, keys.shape[0], shift, loss.symmetric, loss.divides and scale is not None]
+        numbers = [loss.of_rows, loss.of_columns, loss.divisor, factor, number]
+        if left_out is not NOTHING:
+            left_out = [None if one is None else one.contiguous() for one in left_out]
+        if classes is not None:
+            classes = classes.contiguous()
         result, memory = _ops.contrastive_one_tile(
-            products, place, loss.number, options, numbers, empty if bias is None else bias, weights, of_scale
+            products, place, numbers, *left_out, scale, classes, bias, weights, ctx.needs_input_grad[2]
         )
-        ctx.loss, ctx.place, ctx.factor = loss, place, factor
-        ctx.formed = weights, memory, options
+        ctx.name, ctx.formed = loss.name, (weights, place, numbers, classes, memory)
         ctx.save_for_backward(rows, keys, scale, bias)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return (*_Gradients.apply(ctx, grad, *ctx.saved_tensors), None, None)
-        return (*_gradients(ctx, grad), None, None)
+            return (*_Gradients.apply(ctx, grad, *ctx.saved_tensors), *_NO_GRADIENTS)
+        return (*_gradients(ctx, grad), *_NO_GRADIENTS)
 
 
-def _gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+_NO_GRADIENTS = (None,) * 4  # of what is no tensor
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (rows, keys, scale, bias), (weights, place, numbers, classes, memory) = ctx.saved_tensors, ctx.formed
     if is_batched(grad):  # the kernel takes one
-        found = _gradients(ctx, ctx.formed[1].new_ones(()))
-        return [
+        found = _gradients(ctx, memory.new_ones(()))
+        return tuple(
             None if one is None else (one * grad.view(*grad.shape, *(1,) * one.ndim)).to(one.dtype) for one in found
-        ]
-    (rows, keys, scale, bias), (weights, memory, options) = ctx.saved_tensors, ctx.formed
-    empty = options[0]
+        )
     of_query, of_key, of_scale, of_bias = ctx.needs_input_grad[:4]
-    sums, to = [empty, empty], [empty, empty]
-    for side, (wanted, first, second) in enumerate(((of_query, weights, keys), (of_key, weights.T, rows))):
-        if wanted:
-            sums[side] = contrastive_cuda.multiplied(first, second, compute_dtype(rows))
-            same = rows.dtype == sums[side].dtype  # then in place
-            to[side] = sums[side] if same else torch.empty_like(sums[side], dtype=rows.dtype)
-    of_numbers = [
-        torch.empty_like(one) if one is not None and wanted else empty
-        for one, wanted in ((scale, of_scale), (bias, of_bias))
-    ]
+    dtype = compute_dtype(rows)
+    query_sums = contrastive_cuda.multiplied(weights, keys, dtype) if of_query else None
+    key_sums = contrastive_cuda.multiplied(weights.T, rows, dtype) if of_key else None
+    to_query, to_key = query_sums, key_sums  # in place
+    if rows.dtype != dtype:
+        to_query, to_key = (
+            None if one is None else torch.empty_like(one, dtype=rows.dtype) for one in (query_sums, key_sums)
+        )
+    to_scale = torch.empty_like(scale) if of_scale else None
+    to_bias = torch.empty_like(bias) if of_bias else None
     _ops.contrastive_finish(
-        *(weights, ctx.place, ctx.loss.number, options, [rows, keys], sums, to),
-        *(ctx.factor, grad.contiguous(), memory, of_numbers),
+        *(weights, place, numbers, scale, classes, rows, keys, query_sums, key_sums, to_query, to_key),
+        *(grad.contiguous(), memory, to_scale, to_bias),
     )
-    formed = (*to, *of_numbers)
-    return [one if wanted else None for one, wanted in zip(formed, ctx.needs_input_grad, strict=False)]
+    return to_query, to_key, to_scale, to_bias
 
 
 class _Gradients(torch.autograd.Function):
@@ -141,8 +146,8 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, first: Any, grad: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.name = first.loss.name
-        return tuple(_gradients(first, grad))
+        ctx.name = first.name
+        return _gradients(first, grad)
 
     @staticmethod
     @once_differentiable

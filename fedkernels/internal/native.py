@@ -164,8 +164,9 @@ def operator(name: str, *tensors: Tensor) -> Any:
     if module is None or is_transformed():
         return None
     device = tensors[0].device
-    if any(tensor.device != device for tensor in tensors):
-        return None
+    for tensor in tensors[1:]:
+        if tensor.device != device:
+            return None
     if device.type == "cpu" or (device.type == "cuda" and name in CUDA and _serves(name, device.index)):
         return getattr(torch.ops.fedkernels, name).default
     return None

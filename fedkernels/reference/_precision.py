@@ -6,7 +6,7 @@ from torch import Tensor
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 where any input is float64, else float32: half inputs are widened, never the reverse."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return torch.float64 if torch.float64 in [t.dtype for t in tensors] else torch.float32
 
 
 def no_autocast(tensor: Tensor) -> torch.autocast:

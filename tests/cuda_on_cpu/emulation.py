@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -150,7 +151,7 @@ class Compiler:
     def load(self, source: Path, old: str = "", new: str = "") -> Library:
         """The file alone, with `old`, which it holds once, as `new`."""
         if (source, old, new) not in self.libraries:
-            text = source.read_text(encoding="utf-8")
+            text = text_of(source)
             assert not old or text.count(old) == 1, f"{source} holds {text.count(old)} times: {old}"
             kernel = self._make(source.stem, "-O1", text=text.replace(old, new) if old else text)
             self.libraries[source, old, new] = Library(self._make(f"{source.stem}.so", kernel, self._runtime()))
@@ -165,6 +166,15 @@ class Compiler:
         flags = ("-fvisibility=hidden", f"-DCUDA_ON_CPU_LIBRARY={library}", *TORCH_FLAGS)
         objects += [self._make(library, *flags, text=text), self._runtime()]
         return self._make(f"{library}.so", *objects, f"-L{TORCH / 'lib'}", "-ltorch_cpu")
+
+
+def text_of(source: Path) -> str:
+    """The file with the header that is its other half, if it has one, in the place where it includes that."""
+
+    def half(included: re.Match[str]) -> str:
+        return (source.parent / included[1]).read_text(encoding="utf-8").replace("#pragma once\n", "")
+
+    return re.sub(rf'#include "cuda/({source.stem}_\w+\.h)"\n', half, source.read_text(encoding="utf-8"))
 
 
 def require_headers_of_torch() -> None:

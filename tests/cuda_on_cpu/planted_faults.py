@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from tests.cuda_on_cpu.emulation import CUDA
+from tests.cuda_on_cpu.emulation import CUDA, text_of
 
 # As a patch: the file, the kernel, the dtypes or the case that it concerns, in brackets the operator whose self-test
 # must find it; then a text that the file holds once, and what replaces it, where FAULT is true while that fault is on.
@@ -236,7 +236,7 @@ def number_of(fault: Fault) -> int:
 
 def faulty_kernels() -> dict[str, str]:
     """By name the texts of csrc/cuda/*.cu with all faults, which are off."""
-    texts = {path.name: path.read_text(encoding="utf-8") for path in CUDA.glob("*.cu")}
+    texts = {path.name: text_of(path) for path in CUDA.glob("*.cu")}
     for fault in ALL:
         assert texts[fault.file].count(fault.old) == 1, f"{fault.name}: {texts[fault.file].count(fault.old)} times"
         new = fault.new.replace("FAULT", f"(fedkernels_fault == {number_of(fault)})")

@@ -166,7 +166,8 @@ IMAGES, SAMPLES = torch.ones(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2)
 ONE, LONG = torch.ones(1), torch.ones(1).expand(1, 2**24 + 1)
 NOTHING = torch.ones(0)
 OF_SIGMOID = 1.0, [NOTHING] * 6, NOTHING, 1.0, NOTHING, NOTHING, DOUBLE, NOTHING, NOTHING
-OF_FINISH = 1.0, [NOTHING] * 6, [FLOAT] * 2, [NOTHING] * 2, [NOTHING] * 2, 1.0, [NOTHING] * 4, [NOTHING] * 2
+OF_FINISH = [1.0] * 5, None, None, FLOAT
+NO_GRADIENTS = *[None] * 4, ONE, NOTHING, None, None
 OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
 
 
@@ -180,7 +181,10 @@ OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
         ("contrastive_sigmoid", (FLOAT, [0, 1, 3, 0, 0, 0], *OF_SIGMOID), "a tile of a matrix"),
         ("contrastive_sigmoid", (HALF, [0, 0, 3, 0, 0, 0], *OF_SIGMOID), "float32 or float64"),
         ("contrastive_sigmoid", (FLOAT, [1, 0, 3, 0, 0, 0], *OF_SIGMOID), "long enough"),
-        ("contrastive_finish", (FLOAT, [0, 0, 3, 0, 0, 0], *OF_FINISH), "those of the tile"),
+        ("contrastive_finish", (FLOAT, [0, 0, 3, 0, 0, 0], *OF_FINISH, FLOAT, *NO_GRADIENTS), "those of the tile"),
+        ("contrastive_finish", (FLOAT, [0, 0, 3, 0, 0, 0], *OF_FINISH, FLOAT[:3], *NO_GRADIENTS), "the memory must"),
+        ("contrastive_one_tile", (FLOAT, [0, 0, 3, 0, 0, 0], [1.0], *[None] * 7, False), "numbers must be five"),
+        ("contrastive_one_tile", (FLOAT, [0, 0, 3, 0, 1, 0], [1.0] * 5, *[None] * 7, False), "as many rows as columns"),
         ("linear_cka_prepare", ([FLOAT, FLOAT[:3]], False), "the same L"),
         ("linear_cka_prepare", ([FLOAT, FLOAT.int()], False), "must be float16"),
         ("linear_cka_prepare", ([FLOAT] * 17, False), "1 to 16 matrices"),

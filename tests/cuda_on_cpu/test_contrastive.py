@@ -233,13 +233,13 @@ class Products(TorchDispatchMode):
 def products(monkeypatch):
     """What is multiplied in the operators too."""
     products = Products()
-    for product, first in (("multiply", 0), ("_add_product", 1)):
+    for product, first in (("multiplied", 0), ("_add_product", 1)):
         original = getattr(contrastive_cuda, product)
 
         def noting(*arguments, original=original, first=first, **options):
             products.seen |= {one.dtype for one in arguments[first : first + 2]}
             with _disable_current_modes():  # on the CPU, products of 16 bits are widened
-                original(*arguments, **options)
+                return original(*arguments, **options)
 
         monkeypatch.setattr(contrastive_cuda, product, noting)
     return products
@@ -292,7 +292,7 @@ def test_rows_are_widened_where_torch_returns_no_wide_products(monkeypatch, sett
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=sums_in_16_bits))
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: not sums_in_16_bits)
     with Products() as products:
-        contrastive_cuda.multiply(rows, rows.T, wide)
+        contrastive_cuda.multiplied(rows, rows.T, FP32)
         contrastive_cuda._add_product(wide, rows, rows.T, 2.0)
     assert products.seen == {FP32}
 
