@@ -75,7 +75,9 @@ def info_nce(
     positives = _check_positives(positives, query, key)
     if negatives is not None:
         key = contrastive.with_negatives(query, key, negatives)
-    _check_left_out(labels, excluded, query, key)
+    leaves_out = labels is not None or excluded is not None
+    if leaves_out:
+        _check_left_out(labels, excluded, query, key)
     if (
         not (recompute or isinstance(positives, Tensor))
         and contrastive_one_tile.serves(query, key, reduction, query.shape[0] * key.shape[0])
@@ -84,11 +86,11 @@ def info_nce(
         divisor = query.shape[0] if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("info_nce", shift=positives, divides=True, divisor=divisor)
         left_out = contrastive_one_tile.NOTHING
-        if labels is not None or excluded is not None:
+        if leaves_out:
             left_out = *(labels or (None, None)), excluded
         return contrastive_one_tile.value(loss, query, key, temperature, left_out=left_out)
     narrow = isinstance(temperature, Tensor) and contrastive.stays_narrow(query, key)
-    if labels is not None or excluded is not None or isinstance(positives, Tensor) or narrow:
+    if leaves_out or isinstance(positives, Tensor) or narrow:
         return _by_similarities(query, key, 1 / temperature, reduction, positives, labels, excluded)
     if positives > 0:
         with no_autocast(key):  # under autocast to bfloat16 roll of float16 raises an error

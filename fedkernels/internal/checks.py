@@ -48,6 +48,8 @@ def not_empty(name: str, tensor: Tensor, dims: Sequence[int], layout: str) -> No
 
 def same_device(**tensors: Tensor) -> None:
     """All tensors are on one device."""
+    if len({tensor.device for tensor in tensors.values()}) == 1:
+        return
     (first, reference), *others = tensors.items()
     for name, tensor in others:
         if tensor.device != reference.device:
@@ -89,6 +91,8 @@ def number_or_tensor(name: str, value: object, device: torch.device) -> float | 
 
 def positive_number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
     """The same for a positive number. A tensor's entry is looked at where that costs nothing: on the CPU, eagerly."""
+    if type(value) is float and 0 < value <= sys.float_info.max:
+        return value
     if not isinstance(value, Tensor):
         return positive(name, value, _NUMBER_OR_TENSOR)
     value = cast(Tensor, number_or_tensor(name, value, device))
