@@ -16,6 +16,7 @@ from fedkernels.minibatch_cka import MinibatchCKA
 from fedkernels.nt_xent import nt_xent
 from fedkernels.self_test import self_test
 from fedkernels.sigmoid_loss import sigmoid_loss
+from fedkernels.sigreg import sigreg
 from fedkernels.supervised_contrastive_loss import supervised_contrastive_loss
 from fedkernels.two_views import two_views, view_parameters
 from fedkernels.unbalanced_ot import TransportInfo, unbalanced_ot, unbalanced_ot_plan
@@ -47,6 +48,7 @@ __all__ = [
     "nt_xent",
     "self_test",
     "sigmoid_loss",
+    "sigreg",
     "supervised_contrastive_loss",
     "two_views",
     "unbalanced_ot",

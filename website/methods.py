@@ -36,6 +36,7 @@ PAGES = {
     "fedsimclr": "fedsimclr",
     "fedmoco_v3": "fedmoco_v3",
     "fedvicreg": "fedvicreg",
+    "fedlejepa": "fedlejepa",
     "fedbarlow": "fedbarlow",
     "feddino": "feddino",
     "fedmae": "fedmae",

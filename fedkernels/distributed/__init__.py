@@ -1,4 +1,6 @@
-"""Contrastive losses whose keys are those of all ranks of a torch.distributed process group.
+"""Losses over the rows of all ranks of a torch.distributed process group.
+
+What follows is about the contrastive losses. `sigreg` adds up sums of all ranks: of it the last two paragraphs tell.
 
 Each rank passes the embeddings of its own batch and gets the loss of its own queries against the keys of all ranks.
 There are two ways to bring the keys together, with the same results to rounding:
@@ -25,6 +27,7 @@ from fedkernels.distributed.clip_loss import clip_loss
 from fedkernels.distributed.info_nce import info_nce
 from fedkernels.distributed.nt_xent import nt_xent
 from fedkernels.distributed.sigmoid_loss import sigmoid_loss
+from fedkernels.distributed.sigreg import sigreg
 from fedkernels.distributed.supervised_contrastive_loss import supervised_contrastive_loss
 
-__all__ = ["clip_loss", "info_nce", "nt_xent", "sigmoid_loss", "supervised_contrastive_loss"]
+__all__ = ["clip_loss", "info_nce", "nt_xent", "sigmoid_loss", "sigreg", "supervised_contrastive_loss"]

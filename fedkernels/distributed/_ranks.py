@@ -84,15 +84,16 @@ def exchange(call: Call, device: torch.device, group: dist.ProcessGroup) -> list
         raise ValueError(f"each rank must have at least as many keys as queries, got {key_rows} and {query_rows}")
     dtypes = [str(dtype) for dtype in _DTYPES]
     losses = list(_LOSSES.values())
-    _same("the number of columns d", [str(call.columns) for call in calls])
-    _same("the dtype of the keys", [dtypes[call.key_dtype] for call in calls])
-    _same("the dtype of the sums (float64 if an input is float64)", [dtypes[call.compute_dtype] for call in calls])
-    _same("the loss", [losses[call.loss] for call in calls])
-    _same("method", [METHODS[call.method] for call in calls])
-    _same("whether an input requires a gradient", ["yes" if call.gradient else "no" for call in calls])
+    same("the number of columns d", [str(call.columns) for call in calls])
+    same("the dtype of the keys", [dtypes[call.key_dtype] for call in calls])
+    same("the dtype of the sums (float64 if an input is float64)", [dtypes[call.compute_dtype] for call in calls])
+    same("the loss", [losses[call.loss] for call in calls])
+    same("method", [METHODS[call.method] for call in calls])
+    same("whether an input requires a gradient", ["yes" if call.gradient else "no" for call in calls])
     return calls
 
 
-def _same(what: str, of_ranks: list[str]) -> None:
+def same(what: str, of_ranks: list[str]) -> None:
+    """Raises ValueError unless all ranks say the same."""
     if len(set(of_ranks)) > 1:
         raise ValueError(f"{what} must be the same on all ranks, got {', '.join(of_ranks)} on ranks 0, 1, ...")

@@ -108,13 +108,15 @@ def test_a_pack_tells_whether_it_may_travel(
     with (tmp_path / "images.npz").open("wb") as file:
         file.truncate(megabytes << 20)
     (tmp_path / "build/gpu/stale").touch()
-    # The Python here builds nothing: the folder is made by what downloads, or in its place.
-    (tmp_path / "python").write_text(PYTHON + 'mkdir -p "$(dirname "$0")/build/gpu"\n')
-    found, printed, (build, *downloads) = call("pack", str(tmp_path / "images.npz"))
+    # The Python here builds nothing: the folder is made by what downloads, or in its place, and images are all taken.
+    pack = 'gpu=$(dirname "$0")/build/gpu\nmkdir -p "$gpu"\n[ "$1" != -c ] || cp "$3" "$gpu/cifar10.npz"\n'
+    (tmp_path / "python").write_text(PYTHON + pack)
+    found, printed, (build, *downloads, images) = call("pack", str(tmp_path / "images.npz"))
     assert found == code
     assert printed.splitlines()[-1] == f"build/gpu and all tracked files: {megabytes} of 64 MiB"
     assert "build_ext --build-lib build/gpu" in build
     assert all("pip download" in line and "--python-version=3.12" in line for line in downloads)
+    assert "[:5000]" in images
     assert [path.name for path in (tmp_path / "build/gpu").iterdir()] == ["cifar10.npz"]
 
 

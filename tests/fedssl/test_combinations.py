@@ -32,6 +32,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dino": {"hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 3},
     "fedx": {"output_features": 8},
     "mae": {"decoder_features": 16, "decoder_layers": 1, "decoder_heads": 2},
+    "lejepa": {"hidden_features": 16, "output_features": 8, "directions": 8},
     "moco_v3": {"hidden_features": 16, "output_features": 8},
     "orchestra": {"clusters": 8, "memory": 16, "features": 8},
     "simclr": {"hidden_features": 16, "output_features": 8},
@@ -52,12 +53,13 @@ READS = {
     "similarity_distillation": "representation_mean",
 }
 TWO_VIEWS = {"dictionary_contrast", "global_distillation", "relational_distillation"}
-WITHOUT_PROJECTOR = TWO_VIEWS | {"representation_alignment", "sliced_uniformity", "uniformity"}
+WITHOUT_PROJECTOR = TWO_VIEWS | {"representation_alignment", "sigreg", "sliced_uniformity", "uniformity"}
 REFUSED: dict[str, set[str]] = {
     "barlow_twins": {"global_distillation"},  # it has no predictor, as those below
     "byol, one direction": TWO_VIEWS,
     "dino": {"global_distillation", "public_objective"},
     "distillation": TWO_VIEWS | {"public_objective"},
+    "lejepa": {"global_distillation"},
     "orchestra": TWO_VIEWS | {"public_objective"},
     "simclr": {"global_distillation"},
     "mae": WITHOUT_PROJECTOR | {"public_objective"},

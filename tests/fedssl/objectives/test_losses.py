@@ -16,6 +16,7 @@ from fedssl.objectives.base import Objective
 from fedssl.objectives.byol import BYOL
 from fedssl.objectives.dino import DINO, Prototypes, distillation_loss
 from fedssl.objectives.fedx import FedX
+from fedssl.objectives.lejepa import LeJEPA
 from fedssl.objectives.mae import MAE
 from fedssl.objectives.moco_v3 import MoCoV3
 from fedssl.objectives.orchestra import Orchestra, OrchestraModel, cluster_loss, turn
@@ -89,6 +90,7 @@ def test_the_loss_by_hand(part, expected):
         (SimSiam(), {"projector": [2, 2048, 2048, 2048], "predictor": [2048, 512, 2048]}),
         (DINO(), {"projector": [2, 2048, 2048, 256], "prototypes": [256, 4096]}),
         (VICReg(), {"projector": [2, 2048, 2048, 2048]}),
+        (LeJEPA(), {"projector": [2, 2048, 2048, 64]}),
         (BarlowTwins(), {"projector": [2, 2048, 2048, 2048]}),
     ],
 )

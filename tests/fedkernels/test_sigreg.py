@@ -1,0 +1,87 @@
+"""SIGReg against its definition, and what does not change it."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from fedkernels import sigreg
+from fedkernels.reference.sigreg import sigreg as reference
+from tests.fedkernels.test_cuda import randn
+
+
+def with_gradient(function, rows, *arguments, **options):
+    rows = rows.clone().requires_grad_()
+    value = function(rows, *arguments, **options)
+    return value.detach(), *torch.autograd.grad(value, rows)
+
+
+@pytest.mark.parametrize(("points", "limit"), [(17, 5.0), (3, 1.0), (129, 8.0)])
+def test_equals_the_definition(points, limit, monkeypatch):
+    """In parts of 12 rows, the last one smaller."""
+    monkeypatch.setattr(sys.modules["fedkernels.sigreg"], "_CHUNK", 70)
+    rows, directions = 1.7 * randn(53, 6) + 0.3, 3 * randn(6, 5, seed=1)
+    found = with_gradient(sigreg, rows, directions, points=points, limit=limit)
+    truth = with_gradient(reference, rows, directions, points=points, limit=limit)
+    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-14)
+    narrow = with_gradient(sigreg, rows.float(), directions.float(), points=points, limit=limit)
+    torch.testing.assert_close(tuple(one.double() for one in narrow), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_widened(dtype):
+    rows, directions = randn(40, 6).to(dtype), randn(6, 9, seed=1)
+    value, gradient = with_gradient(sigreg, rows, directions.float())
+    truth, of_truth = with_gradient(reference, rows.double(), directions)
+    assert value.dtype == torch.float32
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient.double(), of_truth, rtol=1e-2, atol=1e-3)
+
+
+def test_integral_of_one_point_is_known():
+    """All rows 0: phi = 1, and B * integral (1 - g)^2 g dt with g = exp(-t^2 / 2), which is a sum of Gaussians'."""
+    exact = 20 * math.sqrt(2 * math.pi) * (1 - 2 / math.sqrt(2) + 1 / math.sqrt(3))
+    assert float(sigreg(torch.zeros(20, 4), randn(4, 3).float(), points=65, limit=9.0)) == pytest.approx(
+        exact, rel=1e-5
+    )
+
+
+def test_a_gaussian_is_the_smallest():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2000, 8, generator=generator)
+    directions = torch.randn(8, 64, generator=generator)
+    gaussian = float(sigreg(rows, directions))
+    collapsed, correlated = rows * 0.01, rows[:, :1] + 0.1 * rows
+    for other in (collapsed, correlated, 2 * rows, rows + 1, rows.sign()):
+        assert float(sigreg(other, directions)) > 4 * gaussian
+
+
+def test_neither_order_nor_length_matters():
+    rows, directions = randn(30, 5), randn(5, 4, seed=1)
+    value = sigreg(rows, directions)
+    torch.testing.assert_close(sigreg(rows.flip(0), 7 * directions), value, rtol=1e-13, atol=0)
+
+
+def test_nan_comes_out():
+    rows = torch.ones(4, 3)
+    rows[2, 1] = torch.nan
+    assert sigreg(rows, torch.ones(3, 2)).isnan()
+
+
+@pytest.mark.parametrize(
+    ("rows", "directions", "options", "error", "message"),
+    [
+        ((4, 3), (3,), {}, ValueError, r"directions must have shape \[d, S\]"),
+        ((4, 3), (2, 5), {}, ValueError, "d = 3 columns of rows as rows, got 2"),
+        ((0, 3), (3, 5), {}, ValueError, "rows must not be empty in B"),
+        ((4, 3), (3, 0), {}, ValueError, "directions must not be empty"),
+        ((4, 3), (3, 5), {"points": 16}, ValueError, "points must be odd"),
+        ((4, 3), (3, 5), {"points": 2.5}, TypeError, "points must be an integer"),
+        ((4, 3), (3, 5), {"limit": 0}, ValueError, "limit must be positive"),
+    ],
+)
+def test_wrong_arguments(rows, directions, options, error, message):
+    with pytest.raises(error, match=message):
+        sigreg(torch.ones(rows), torch.ones(directions), **options)
