@@ -66,8 +66,9 @@ def info_nce(
     checks.floating("query", query, ndim=2, layout="[B, d]")
     checks.floating("key", key, ndim=2, layout="[N, d]")
     checks.not_empty("query", query, (0, 1), "B or d")
-    if key.shape[1] != query.shape[1]:
-        raise ValueError(f"key must have the d = {query.shape[1]} columns of query, got {key.shape[1]}")
+    (rows, columns), (keys, key_columns) = query.shape, key.shape
+    if key_columns != columns:
+        raise ValueError(f"key must have the d = {columns} columns of query, got {key_columns}")
     checks.same_device(query=query, key=key)
     temperature = checks.positive_number_or_tensor("temperature", temperature, query.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
@@ -75,15 +76,16 @@ def info_nce(
     positives = _check_positives(positives, query, key)
     if negatives is not None:
         key = contrastive.with_negatives(query, key, negatives)
+        keys = key.shape[0]
     leaves_out = labels is not None or excluded is not None
     if leaves_out:
         _check_left_out(labels, excluded, query, key)
     if (
         not (recompute or isinstance(positives, Tensor))
-        and contrastive_one_tile.serves(query, key, reduction, query.shape[0] * key.shape[0])
+        and contrastive_one_tile.serves(query, key, reduction, rows * keys)
         and contrastive.operator("info_nce", query, key, temperature) is not None
     ):
-        divisor = query.shape[0] if reduction == "mean" else 1.0
+        divisor = rows if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("info_nce", shift=positives, divides=True, divisor=divisor)
         left_out = contrastive_one_tile.NOTHING
         if leaves_out:

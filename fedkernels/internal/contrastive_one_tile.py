@@ -86,11 +86,12 @@ class _OneTile(torch.autograd.Function):
     ) -> Tensor:
         rows = query.contiguous()
         keys = rows if key is None else key.contiguous()
-        products = contrastive_cuda.multiplied(rows, keys.T, compute_dtype(rows))
+        dtype = compute_dtype(rows)
+        products = contrastive_cuda.multiplied(rows, keys.T, dtype)
         weights, factor = None, 1.0
         if True in ctx.needs_input_grad:
             weights = products
-            if rows.dtype != products.dtype:
+            if rows.dtype != dtype:
                 weights, factor = torch.empty_like(products, dtype=rows.dtype), contrastive_cuda.WEIGHT_SCALE
         shift = loss.shift if classes is None else -1
         place = [0, 0, keys.shape[0], shift, loss.symmetric, loss.divides and scale is not None]
@@ -102,7 +103,7 @@ class _OneTile(torch.autograd.Function):
         result, memory = _ops.contrastive_one_tile(
             products, place, numbers, *left_out, scale, classes, bias, weights, ctx.needs_input_grad[2]
         )
-        ctx.name, ctx.formed = loss.name, (weights, place, numbers, classes, memory)
+        ctx.name, ctx.formed = loss.name, (weights, place, numbers, classes, memory, dtype)
         ctx.save_for_backward(rows, keys, scale, bias)
         return result
 
@@ -117,14 +118,13 @@ _NO_GRADIENTS = (None,) * 4  # of what is no tensor
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (rows, keys, scale, bias), (weights, place, numbers, classes, memory) = ctx.saved_tensors, ctx.formed
+    (rows, keys, scale, bias), (weights, place, numbers, classes, memory, dtype) = ctx.saved_tensors, ctx.formed
     if is_batched(grad):  # the kernel takes one
         found = _gradients(ctx, memory.new_ones(()))
         return tuple(
             None if one is None else (one * grad.view(*grad.shape, *(1,) * one.ndim)).to(one.dtype) for one in found
         )
     of_query, of_key, of_scale, of_bias = ctx.needs_input_grad[:4]
-    dtype = compute_dtype(rows)
     query_sums = contrastive_cuda.multiplied(weights, keys, dtype) if of_query else None
     key_sums = contrastive_cuda.multiplied(weights.T, rows, dtype) if of_key else None
     to_query, to_key = query_sums, key_sums  # in place
