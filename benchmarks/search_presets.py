@@ -54,6 +54,7 @@ OWN_RANGES: dict[str, dict[str, Sequence[Any]]] = {
     "moco_v3": {"temperature": [0.1, 0.2, 0.5], "half_life": _HALF_LIVES},
     "byol": {"half_life": _HALF_LIVES, "symmetric": [True, False]},
     "simsiam": {"bottleneck_features": [64, 128]},
+    "lejepa": {"weight": [0.02, 0.05, 0.2], "output_features": [32, 64, 128]},
     "vicreg": {"covariance_weight": [0.5, 1.0, 2.0], "output_features": [256, 512]},
     "barlow_twins": {"off_diagonal_weight": [2e-3, 5e-3, 2e-2], "output_features": [256, 512]},
     "dino": {"half_life": _HALF_LIVES, "teacher_temperature": [0.04, 0.06]},
