@@ -32,8 +32,6 @@ _RELEASED = "released."  # the same, of those in the mean that is sent, with few
 RELATIVE_RANK_TOLERANCE = 1e-6
 # Columns of a factor whose diagonal is below this fraction of the largest are no more than rounding errors.
 RELATIVE_FACTOR_TOLERANCE = 1e-7
-# The median distance of so many images, 2 million pairs, is near to that of all.
-MOST_ROWS_OF_MEDIAN = 2000
 _BATCH = 500  # public images a forward pass
 # No known encoder has as many features.
 MOST_FEATURES = 2**13
@@ -51,18 +49,6 @@ def whitening_matrix(representation: Tensor, power: float = -0.25) -> Tensor:
     keep = values > RELATIVE_RANK_TOLERANCE * values[-1].clamp_min(torch.finfo(torch.float64).tiny)
     scale = torch.where(keep, values.clamp_min(torch.finfo(torch.float64).tiny).pow(power), 0.0)
     return ((vectors * scale) @ vectors.T).to(representation.dtype)
-
-
-def median_distance(representation: Tensor) -> Tensor:
-    """Return the median distance between two rows of A [L, d]."""
-    return torch.pdist(representation[:MOST_ROWS_OF_MEDIAN]).median()
-
-
-def gaussian_kernel(representation: Tensor) -> Tensor:
-    """Return exp(-|a_i - a_j|^2 / (2 s^2)), [L, L] from A [L, d]; s is the median of |a_i - a_j|."""
-    a = representation / median_distance(representation).clamp_min(1e-30)
-    products, squares = a @ a.T, a.square().sum(dim=1)
-    return (products - (squares + squares[:, None]) / 2).clamp_max(0).exp()
 
 
 def join_factors(factors: list[Tensor], weights: list[float]) -> Tensor:
@@ -146,9 +132,7 @@ class RepresentationMean(Aggregator):
     kernel. (Clients of weight 0 do not count.) By default every round's answers are in the next K-bar. Then a client
     that is alone to answer, or one of two in the opening round, has its kernel computed from the difference.
 
-    Kernel `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`; `gaussian` is exp(-|a_i - a_j|^2 / (2 s^2)) with
-    s the median distance (the RBF kernel of Kornblith et al. 2019, section 3), which is sent as an L x L matrix; the
-    term takes the median of its batch.
+    Kernel `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`.
 
     With `views` n, the A_j that a client sends are the means over n random views of each public image, drawn by the
     recipe's augmentation, and not those of the images themselves. With `components` k, clients get the k directions
@@ -182,7 +166,7 @@ class RepresentationMean(Aggregator):
     centered: bool = Field(
         False, description="whether columns are centred (Kornblith et al. 2019), unlike in the paper's Eq. 1"
     )
-    kernel: Literal["linear", "half_whitened", "gaussian"] = Field(
+    kernel: Literal["linear", "half_whitened"] = Field(
         "linear", description="how a kernel is made of representations; the paper has linear"
     )
     views: int = Field(
@@ -207,8 +191,6 @@ class RepresentationMean(Aggregator):
                 f"representation_mean has target {self.target} and oracle {self.oracle}: target oracle, and no other, "
                 "needs the folder of an exported encoder as oracle"
             )
-        if self.kernel == "gaussian" and self.components is not None:
-            raise UserError("representation_mean has components, but kernel gaussian has no factor: leave it out")
         if self.fewest_clients > clients:
             raise UserError(
                 f"representation_mean.fewest_clients is {self.fewest_clients}, but there are only {clients} clients: "
@@ -247,14 +229,7 @@ class RepresentationMean(Aggregator):
             "alignment.layer": self.layer,
             "alignment.centered": self.centered,
         }
-        if self.kernel == "gaussian":
-            config["alignment.gaussian"] = True
-        if not any(weights):  # there is no usable answer to align to yet
-            pass
-        elif self.kernel == "gaussian":
-            kernels = [w * gaussian_kernel(a) for a, w in zip(factors, weights, strict=True)]
-            tensors[KERNEL] = sum(kernels[1:], kernels[0])
-        else:
+        if any(weights):  # otherwise there is no usable answer to align to yet
             if self.components is None:
                 factor = join_factors(factors, weights)
             else:
@@ -309,17 +284,10 @@ class RepresentationMean(Aggregator):
             {f"representation.{client}": (PUBLIC_IMAGES, range(1, MOST_FEATURES + 1))} if self._renews(server) else {}
         )
 
-    def fault(self, client: int, reply: Message) -> str | None:
-        name = f"representation.{client}"
-        a = reply.tensors.get(name)
-        if self.kernel != "gaussian" or a is None or len(a) < 2 or float(median_distance(a)) > 0:
-            return None
-        return f"{name} has the same row for most public images (median distance 0), so it has no gaussian kernel"
-
     def limited(self, replies: dict[int, Message], capped: Capped) -> tuple[dict[int, Message], dict[int, str]]:
         names = {k: f"representation.{k}" for k in replies}
         sizes = {k: _kernel_norm(replies[k].tensors[name]) for k, name in names.items() if name in replies[k].tensors}
-        if self.kernel == "gaussian" or len(sizes) < 3:  # whose size says nothing; two say nothing of each other
+        if len(sizes) < 3:  # two say nothing of each other
             return replies, {}
         lowered, reasons = dict(replies), {}
         for k, most in capped(sizes).items():

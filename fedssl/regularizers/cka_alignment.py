@@ -10,20 +10,13 @@ from torch import Tensor
 
 from fedkernels import linear_cka, linear_cka_to_kernel
 
-from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING, gaussian_kernel
+from ..aggregators.representation_mean import FACTOR, KERNEL, WHITENING
 from ..client import LocalRound
 from ..data.batches import endless_batches
 from ..data.pixels import normalize
 from ..models.model import untouched_running_statistics
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
-
-
-def kernel_cka(first: Tensor, second: Tensor, centered: bool) -> Tensor:
-    """Return <K, L> / (|K| |L|) of two kernels [n, n], of which `centered` subtracts the rows' and columns' means."""
-    if centered:
-        first, second = (k - k.mean(dim=0) - k.mean(dim=1, keepdim=True) + k.mean() for k in (first, second))
-    return (first * second).sum() / (first.norm() * second.norm())
 
 
 def public_batches(local: LocalRound, batch_size: int, purpose: str) -> Iterator[tuple[Tensor, Tensor, bool]]:
@@ -79,8 +72,7 @@ class CKAAlignment(Regularizer):
     batch_size: int = Field(100, ge=2, description="public images a step")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        config = local.received.config
-        centered, gaussian = bool(config["alignment.centered"]), config.get("alignment.gaussian")
+        centered = bool(local.received.config["alignment.centered"])
         batches = public_batches(local, self.batch_size, "cka_alignment")
 
         def term(step: Step) -> Tensor:
@@ -89,8 +81,6 @@ class CKAAlignment(Regularizer):
             x, target, factored = batch
             if factored:
                 cka = linear_cka(x, target, centered=centered)
-            elif gaussian:
-                cka = kernel_cka(gaussian_kernel(x), target, centered)
             else:
                 cka = linear_cka_to_kernel(x, target, centered=centered)
             local.log("cka", cka.detach())

@@ -478,7 +478,6 @@ def test_no_clients_kernel_is_more_of_the_sum_than_its_share():
     torch.testing.assert_close(kernels[2], kernels[0] + kernels[1])
     assert lowered[0] is replies[0]
     assert part.limited(replies, partial(capped_images, share=1.0)) == (replies, {})
-    assert RepresentationMean(kernel="gaussian").limited(replies, half) == (replies, {})
     assert part.limited({k: replies[k] for k in (0, 2)}, half) == ({k: replies[k] for k in (0, 2)}, {})
 
 
@@ -497,11 +496,6 @@ def test_with_views_a_client_sends_the_mean_over_random_views_of_each_public_ima
         normalize(client.public_images), "encoder"
     ).detach()  # by which the term whitens its batches
     torch.testing.assert_close(client.memory.tensors[WHITENING], whitening_matrix(plain), atol=1e-3, rtol=1e-3)
-
-
-def test_a_gaussian_kernel_has_no_components():
-    with pytest.raises(UserError, match="representation_mean has components, but kernel gaussian has no factor"):
-        RepresentationMean(kernel="gaussian", components=3).check(2)
 
 
 def test_everybody_is_asked_before_training_for_representations_of_the_public_images_and_nothing_else(tiny, tmp_path):
