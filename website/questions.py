@@ -45,7 +45,7 @@ QUESTIONS = (
     Question("Do the papers' results come out?", "papers results", "what_reproduces_what.md"),
 )
 
-#: words that are typed into the search, and the page that must come first
+#: words that are typed into the search, and the page that must come first: they are its tags in the search's index
 SEARCHES = {
     "learning rate": "options.md",
     "effective rank": "glossary.md",
@@ -55,6 +55,7 @@ SEARCHES = {
     "citation": "questions.md",
     "hyperparameter": "methods.md",
     "checkpoint": "operations.md",
+    "early stop": "operations.md",
 }
 
 
