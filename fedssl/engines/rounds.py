@@ -113,10 +113,9 @@ def _no_gain(recipe: Recipe, directory: RunDirectory) -> str | None:
         return None
     if sum(evaluation_due(recipe, number) for number in range(best.round + 1, last + 1)) < patience:
         return None
-    path = quoted(directory.path)
     return (
         f"the run ends after round {last} of {recipe.rounds}: {patience} evaluations found nothing better than round "
-        f"{best.round} (evaluation.patience); fedssl run --resume {path} evaluation.patience=null goes on"
+        f"{best.round}; fedssl run --resume {quoted(directory.path)} evaluation.patience=null goes on"
     )
 
 

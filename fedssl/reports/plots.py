@@ -113,13 +113,12 @@ def name_lines(figure: Figure, axes: Axes, methods: int) -> None:
 
 
 def class_legend(figure: Figure, class_names: Sequence[str]) -> None:
-    """Name the classes' colours if there are few, at the upper right outside the axes."""
-    if len(class_names) <= MOST_NAMED_CLASSES:
-        handles = [
-            Line2D([], [], marker="o", ls="", ms=6, color=colour, label=plot_text(name))
-            for colour, name in zip(class_colours(len(class_names)), class_names, strict=True)
-        ]
-        figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
+    """Name the classes' colours, of which there must be few, at the upper right outside the axes."""
+    handles = [
+        Line2D([], [], marker="o", ls="", ms=6, color=colour, label=plot_text(name))
+        for colour, name in zip(class_colours(len(class_names)), class_names, strict=True)
+    ]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
 
 
 def draw_curves(

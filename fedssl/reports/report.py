@@ -157,8 +157,9 @@ def _run_table(methods: Methods) -> PageTable:
         state = "finished" if finished == len(runs) else f"{finished} of {len(runs)} finished"
         rounds = list(dict.fromkeys(str(run.rounds) for run in runs))
         progress = f"{state if finished else 'unfinished'}, {', '.join(rounds)} round{'s' * (rounds != ['1'])}"
-        trained, times, measured = (
-            ", ".join(dict.fromkeys(map(of_run, runs))) for of_run in (_trained_images, _time, _measured_images)
+        times, trained, measured = (
+            ", ".join(dict.fromkeys(map(of_run, runs)))
+            for of_run in (lambda run: format_duration(run.seconds), _trained_images, _measured_images)
         )
         rows.append((name, ", ".join(str(run.seed) for run in runs), progress, times, trained, measured))
     header = ("method", "seeds", "state", "time of a run", "trained on", "measured on")
@@ -169,10 +170,6 @@ def _trained_images(run: Run) -> str:
     """Return on how many images a run trains, as far as its clients state them."""
     images, clients = sum(map(sum, run.class_counts)), len(run.class_counts)
     return f"{images:,} images of {clients} clients" if clients > 1 else f"{images:,} images" if images else "-"
-
-
-def _time(run: Run) -> str:
-    return format_duration(run.seconds) if run.seconds else "-"
 
 
 def _unlike_measures(methods: Methods) -> list[str]:

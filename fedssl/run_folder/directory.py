@@ -219,8 +219,7 @@ class RunDirectory:
         states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}
         kept = {name: digest for name, digest in self.checkpoint.digests.items() if not _changes_by_round(name)}
         if keep is None:
-            size = sum((self.checkpoints / name).stat().st_size for name in self._digests)
-            keep = 3 if size < LARGE else 1
+            keep = 3 if sum((self.checkpoints / name).stat().st_size for name in self._digests) < LARGE else 1
         best = self.checkpoint.best
         if measured is not None and (best is None or best.value is None or measured > best.value):
             chosen = files if personal else {"server": files["server"]}
@@ -257,8 +256,7 @@ class RunDirectory:
         best = self.checkpoint.best
         if best is None:
             raise UserError(
-                f"{self.path} keeps no best round: a run keeps it with evaluation.keep_best=true and evaluation.every, "
-                "which may be set when it continues"
+                f"{self.path} keeps no best round: set evaluation.keep_best=true and evaluation.every first"
             )
         for name, digest in best.digests.items():
             self._refuse_change(name, digest, None)

@@ -22,7 +22,6 @@ from .table import UNTRAINED, Table, cell_path
 
 #: receives a text for the user
 Note = Callable[[str], None]
-_SHORT_TITLES = {"kNN accuracy (%)": "kNN %", "linear accuracy (%)": "linear %"}
 
 
 def write_description(table: Table, output: Path, overrides: Sequence[str]) -> None:
@@ -58,7 +57,7 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
 
 def format_table(table: Table, results: Results) -> str:
     """Return one scenario of the table as plain text, narrow enough for a terminal: long labels take several lines."""
-    header = ["", *(_SHORT_TITLES.get(title, title) for title in _titles(table, results))]
+    header = ["", *(title.replace(" accuracy (%)", " %") for title in _titles(table, results))]
     return plain_table(header, [[label, *cells] for label, _, cells in _rows(table, results)], label_width=34)
 
 

@@ -154,16 +154,15 @@ def write_pages(folder: Path) -> list[Path]:
             rows += evaluated(2, "knn", [after - 1, after + 1, after])
             recipe = parse_recipe(tiny_values(name=row.label, seed=seed))
             counts = [[30, 10, 0], [0, 20, 20], [5, 5, 30]]
-            spectrum = {str(k): [3.0, 1.0, 0.2] for k in range(3)}
             path = folder / row.label / f"seed-{seed}"
-            write_run(path, recipe, rows, counts=counts, spectrum=spectrum, class_names=("cat", "dog", "owl"))
+            write_run(path, recipe, rows, counts=counts, class_names=("cat", "dog", "owl"))
     write_results(table, [read_results(table, folder)], folder)
     runs = [folder / label / f"seed-{seed}" for label in ("ours", "alone") for seed in table.seeds]
     report = write_report(runs, folder / "report.html", collapse=False, images=False)
     return [report, folder / "table.html"]
 
 
-@pytest.mark.nightly  # minutes: twelve pages, two widths, two themes
+@pytest.mark.nightly  # minutes: eleven pages, two widths, two themes
 def test_no_page_has_a_problem(tmp_path):
     if find_spec("mkdocs") is None:
         pytest.skip("needs pip install '.[docs,browser]'")

@@ -75,8 +75,8 @@ def test_a_global_model_has_one_row_and_architectures_repeat_over_the_clients(ti
 
 
 def test_the_page_stands_alone(tiny, tmp_path):
-    counts, spectrum = [[3, 0], [1, 2]], {"0": [2.0, 1.0, 0.5], "1": [3.0, 1.0]}
-    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]), counts=counts, spectrum=spectrum)
+    counts = [[3, 0], [1, 2]]
+    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]), counts=counts)
     (tmp_path / "a" / "timings.csv").write_text("round,seconds\n1,100\n2,80\n")
     path = write_report([tmp_path / "a"])
     page = Page(path)
@@ -171,7 +171,7 @@ def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
     write_run(tmp_path / "half", tiny(name="ours", seed=1), rows_of([44.0], [99.0], rounds=1))
     write_run(tmp_path / "new", tiny(name="ours", seed=2), [])
     page = Page(write_report([tmp_path / n for n in ("done", "half", "new")], tmp_path / "page.html"))
-    assert page.table("method", "seeds") == [["ours", "0, 1, 2", "1 of 3 finished, 2 rounds", "-", "-", "all images"]]
+    assert page.table("method", "seeds") == [["ours", "0, 1, 2", "1 of 3 finished, 2 rounds", "0 s", "-", "all images"]]
     assert "seed 1 is unfinished, 1 of 2 rounds done" in page.text
     assert f"fedssl run --resume {tmp_path / 'half'}" in page.text
     assert "seed 2 is unfinished, no round done" in page.text
@@ -246,7 +246,7 @@ def test_a_report_is_drawn_whatever_names_sites_and_recipes_chose(tiny, tmp_path
     for k, name in enumerate(ODD):
         counts = [[1, *range(1, len(ODD))]] if k == 0 else None
         recipe = tiny(name=name, description=name)
-        write_run(paths[k], recipe, rows, counts=counts, class_names=tuple(ODD), spectrum={"0": [2.0, 1.0]})
+        write_run(paths[k], recipe, rows, counts=counts, class_names=tuple(ODD))
     page = write_report(paths, tmp_path / "page.html", collapse=False, images=False)
     text = page.read_text()
     assert all(character == "\n" or character.isprintable() or character in "\u00a0" for character in text)
@@ -308,12 +308,13 @@ def test_a_received_recipe_of_another_form_is_told(old, new, message, tiny, tmp_
     [
         ("partition.csv", "9,-1,0"),
         ("partition.csv", f"9,1,{10**30}"),
-        ("spectrum.csv", "0,1,nan"),
-        ("spectrum.csv", "0,1"),
+        ("timings.csv", "1,inf"),
+        ("timings.csv", "2,-1"),
     ],
 )
 def test_received_figures_that_no_run_has_are_told(file, line, tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(), evaluated(2, "knn", [50.0]), counts=[[1, 2]], spectrum={"0": [1.0]})
+    write_run(tmp_path / "a", tiny(), evaluated(2, "knn", [50.0]), counts=[[1, 2]])
+    (tmp_path / "a" / "timings.csv").write_text("round,seconds\n")
     with open(tmp_path / "a" / file, "a") as text:
         text.write(f"{line}\n")
     with pytest.raises(UserError, match="cannot be read as a run's folder"):
