@@ -1,7 +1,7 @@
 """Looks at the built site in a headless Chromium: `python -m website.check_in_browser`, after `make docs`.
 
 It needs the extra `browser` and a Chromium, and opens the pages as files, without network. On some pages (with
-`--all-pages` on all) and those named on the command line (a run's report), at two widths and in both themes, it expects:
+`--all-pages` on all) and those named on the command line (a run's report), at two widths, in both themes, it expects:
 
 - no error in the console, and no address of another host;
 - no serious finding of axe-core (contrast, names, keyboard);

@@ -38,7 +38,7 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
     `results` has one entry for each scenario, in the table's order. At least one run must be finished.
 
     Raises:
-        UserError: a file cannot be written, or the data for the pictures is missing.
+        UserError: a file cannot be written.
     """
     write_atomically(output / "table.md", _markdown(table, results).encode())
     values, summary = _values_and_summary(table, results)
