@@ -84,8 +84,8 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
         for sentence in _told_before(federation, directory.path) if first == 0 else ():
             observers.inform(sentence)
         for number in range(first, recipe.rounds + 1):
-            if sentence := _no_gain(recipe, directory):
-                observers.inform(sentence)
+            if ended := _no_gain(recipe, directory):
+                observers.inform(ended)
                 break
             started = time.perf_counter()
             if number == 0:
