@@ -156,7 +156,7 @@ def content(path: Path, folder: Path) -> bytes:
     if path.name == "timings.csv":
         return text.splitlines()[0].encode()
     if path.suffix == ".html":
-        text = re.sub(r"\d{4}-\d\d-\d\d(T| )\d\d:\d\d(:\d\d)?", "TIME", text)
+        text = re.sub(r"\d{4}-\d\d-\d\d(T| )\d\d:\d\d(:\d\d)?|<td>[\d.]+ (s|min|h)</td>", "TIME", text)
     return text.encode()
 
 

@@ -1,8 +1,7 @@
 """Looks at the built site in a headless Chromium: `python -m website.check_in_browser`, after `make docs`.
 
-It needs the extra `browser` and a Chromium, and opens the pages as files, without network. On ten pages (`--all-pages`:
-on every page) and on those that are named on the command line (a run's report, a table's page), at two widths and in
-both themes, it expects:
+It needs the extra `browser` and a Chromium, and opens the pages as files, without network. On some pages (with
+`--all-pages` on all) and those named on the command line (a run's report), at two widths, in both themes, it expects:
 
 - no error in the console, and no address of another host;
 - no serious finding of axe-core (contrast, names, keyboard);
@@ -34,13 +33,12 @@ PAGES = (
     "methods.html",
     "methods/hetero_ssfl.html",
     "methods/fedu2.html",
-    "methods/lw_fedssl.html",
     "operators/nt_xent.html",
     "options.html",
     "how_it_is_made.html",
     "notebooks/four_hospitals.html",
 )
-WIDTHS = (390, 1440)
+WIDTHS = (390, 1280)
 THEMES = ("light", "dark")
 SERIOUS = ("serious", "critical")
 
@@ -171,7 +169,6 @@ def problems_of_search(browser: Any) -> Iterator[str]:
     for question in questions.QUESTIONS:
         links = _found(page, question.words)
         first = _page(links[0])
-        print(f"  {question.question} search: {question.words}, first result: {first}")
         headings = [link.partition("#")[2] for link in links if _page(link) == questions.PAGE]
         if first != question.answer and not (first == questions.PAGE and question.heading in headings):
             yield f"the search for “{question.words}” finds {first} {headings} first, expected {question.answer}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from website import command_line, figures, measured, methods, notebooks, options, parts, questions
+from website import command_line, figures, measured, methods, notebooks, options, parts
 
 
 def text(request: str, page: str) -> str:
@@ -28,9 +28,7 @@ def text(request: str, page: str) -> str:
         return figures.html(*arguments)
     if kind == "notebook":
         return notebooks.page(*arguments)
-    if kind == "questions":
-        return questions.table()
     if kind == "curves":
         return measured.curves(*arguments)
-    kinds = "options, commands, parts, method, methods, measured, curves, figure, notebook or questions"
+    kinds = "options, commands, parts, method, methods, measured, curves, figure or notebook"
     raise ValueError(f"{page} asks for {request!r}; expected {kinds}")

@@ -12,7 +12,7 @@ from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # MkDocs runs this file by its path
 
-from website import equations, generated, quoted_results, repository_files
+from website import equations, generated, questions, quoted_results, repository_files
 
 _GENERATED = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
 _FROM_ANOTHER_HOST = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="((?:https?:)?//[^"]+)""")
@@ -41,6 +41,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": 0.1}  # pages that explain come before the files that they explain
     elif uri in _BOOSTS:
         page.meta["search"] = {"boost": _BOOSTS[uri]}
+    page.meta["tags"] = [words for words, answer in questions.SEARCHES.items() if answer == uri]
     markdown, _linked = repository_files.rewrite_links(markdown, uri)
     markdown = _GENERATED.sub(lambda match: generated.text(match[1], uri), markdown)
     markdown, _equations[uri] = (

@@ -45,7 +45,7 @@ QUESTIONS = (
     Question("Do the papers' results come out?", "papers results", "what_reproduces_what.md"),
 )
 
-#: words that are typed into the search, and the page that must come first
+#: words that are typed into the search, and the page that must come first: they are its tags in the search's index
 SEARCHES = {
     "learning rate": "options.md",
     "effective rank": "glossary.md",
@@ -55,6 +55,7 @@ SEARCHES = {
     "citation": "questions.md",
     "hyperparameter": "methods.md",
     "checkpoint": "operations.md",
+    "early stop": "operations.md",
 }
 
 
@@ -75,16 +76,6 @@ def clicks_to(question: Question) -> list[str]:
     )
 
 
-def table() -> str:
-    """Markdown: the questions, what is typed into the search for each, and the clicks from the home page."""
-    rows = []
-    for question in QUESTIONS:
-        way = " → ".join(f"[{_title(page)}]({page})" for page in clicks_to(question))
-        rows.append(f"| {question.question} | `{question.words}` | {way} |")
-    text = "\n".join(["| question | typed into the search | clicks from the home page |", "|---|---|---|", *rows])
-    return f"<div markdown data-search-exclude>\n\n{text}\n\n</div>"  # the search would find its own questions
-
-
 def _linked_pages(markdown: str, page: str) -> list[str]:
     return rewrite_links(markdown, page)[1]
 
@@ -93,10 +84,6 @@ def _section(title: str) -> str:
     """The text of `PAGE` below a heading; empty where there is no such heading."""
     section = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", _text(PAGE), re.DOTALL | re.MULTILINE)
     return section[1] if section else ""
-
-
-def _title(page: str) -> str:
-    return re.findall(r"^# (.+)$", _text(page), re.MULTILINE)[0]
 
 
 def _text(page: str) -> str:

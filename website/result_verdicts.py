@@ -1,7 +1,7 @@
 """The verdicts of the tables in benchmarks/results, from their figures, and the command that writes them.
 
-`python -m website.result_verdicts` judges each `table.md` again by its `table.csv`, and puts the sentences and the rule
-in place of those that stand there. A test fails where they differ from what the rule says now.
+`python -m website.result_verdicts` judges each `table.md` again by its `table.csv`, and writes the sentences, the rule
+and the pictures anew. A test fails where the sentences differ from what the rule says now.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from statistics import fmean
 
 import yaml
 
+from fedssl.reports.plots import png_bytes
+from fedssl.tables.files import draw_picture
 from fedssl.tables.results import RULE, Results, verdict
-from fedssl.tables.table import Table
+from fedssl.tables.table import Table, cell_recipe
 from website.result_tables import RESULTS, read_csv
 
 
@@ -28,17 +30,31 @@ def judged(path: Path) -> str:
     Lines of before that no scenario of `table.yaml` stands for are gone.
     """
     text = path.read_text(encoding="utf-8")
-    values = yaml.safe_load(path.with_name("table.yaml").read_text(encoding="utf-8"))
-    table = Table.model_validate(values)
+    table, scenarios = _read(path)
     lines = [
         f"- {results.label}: {line}" if results.label else f"- {line}"
-        for results in _results(table, read_csv(path.with_name("table.csv")))
+        for results in scenarios
         for line in verdict(table, results).splitlines()
     ]
     before = text[: text.index("\nThe rule: ")].rstrip("\n").splitlines()
     while before[-1].startswith("- ") or not before[-1]:
         before.pop()
     return "\n".join([*before, "", *lines, "", RULE]) + "\n"
+
+
+def redraw(path: Path) -> None:
+    """Draw the pictures that lie beside a table again."""
+    table, scenarios = _read(path)
+    for scenario, results in zip(table.all_scenarios, scenarios, strict=True):
+        if (picture := path.with_name(results.picture)).is_file():
+            recipe = cell_recipe(table, table.rows[0], table.seeds[0], scenario=scenario)
+            picture.write_bytes(png_bytes(draw_picture(table, results, recipe.model_dump(mode="json"))))
+
+
+def _read(path: Path) -> tuple[Table, list[Results]]:
+    """The table that a file belongs to, and the values of its scenarios."""
+    table = Table.model_validate(yaml.safe_load(path.with_name("table.yaml").read_text(encoding="utf-8")))
+    return table, list(_results(table, read_csv(path.with_name("table.csv"))))
 
 
 def _results(table: Table, lines: list[dict[str, str]]) -> Iterator[Results]:
@@ -73,3 +89,4 @@ def _ceiling(table: Table) -> list[str]:
 if __name__ == "__main__":
     for file in judged_tables():
         file.write_text(judged(file), encoding="utf-8")
+        redraw(file)

@@ -49,6 +49,7 @@ def show(
     as_yaml: Annotated[
         bool, Option("--yaml", help="Print a recipe file that `fedssl run` takes, with every default filled in.")
     ] = False,
+    changed: Annotated[bool, Option("--changed", help="Show only what is not the default.")] = False,
     trust: Trust = False,
 ) -> None:
     """Show every setting of a recipe: its value, where the value comes from, and what it means.
@@ -66,6 +67,8 @@ def show(
         _print_wrapped(f"Preset {' '.join(resolved.preset)}", "bold")
     section = ""
     for setting in resolved.settings:
+        if changed and setting.origin == "default":
+            continue
         if setting.section != section:
             section = setting.section
             console.print()

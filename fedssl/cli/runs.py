@@ -119,6 +119,9 @@ def run(
     for sentence in verdict(read_run(path)):
         print_text(sentence)
     print_text(f"The run is in {path}")
+    if (kept := directory.checkpoint.best) is not None:
+        found = f"round {kept.round}, {kept.value:.1f} % of views find their image"
+        print_text(f"The best models are kept ({found}): fedssl export {quoted(path)} FOLDER --best")
     if encoder is not None:
         _export(path, encoder, None, False, (), trust or resume is None)
         print_next("embed", encoder, _images_of(path), "--output", "features.npz")
@@ -324,6 +327,9 @@ def export(
     shared: Annotated[
         bool, Option("--global", help="Export the global model; the default where the run has one.")
     ] = False,
+    best: Annotated[
+        bool, Option("--best", help="The best round's (evaluation.keep_best) in place of the last.")
+    ] = False,
     onnx: Annotated[bool, Option("--onnx", help="Also write encoder.onnx.")] = False,
     torch_export: Annotated[bool, Option("--export", help="Also write encoder.pt2, by torch.export.")] = False,
     trust: Trust = False,
@@ -332,17 +338,23 @@ def export(
     from ..export.compiled_formats import FILES
 
     wanted = {"onnx": onnx, "torch-export": torch_export}
-    _export(run, output, client, shared, [name for name in FILES if wanted[name]], trust)
+    _export(run, output, client, shared, [name for name in FILES if wanted[name]], trust, best)
     print_next("embed", output, _images_of(run), "--output", "features.npz")
 
 
 def _export(
-    run: Path, output: Path, client: int | None, shared: bool, formats: Collection[FormatName], trust: bool
+    run: Path,
+    output: Path,
+    client: int | None,
+    shared: bool,
+    formats: Collection[FormatName],
+    trust: bool,
+    best: bool = False,
 ) -> None:
     """Export a run's encoder, and print how to load it."""
     from ..export.encoder_folder import export_encoder
 
-    path = export_encoder(run, output, client, shared, formats, trust)
+    path = export_encoder(run, output, client, shared, formats, trust, best)
     shape = ", ".join(map(str, json.loads((path / "config.json").read_text())["fedssl"]["image_shape"]))
     print_text(f"The encoder is in {path}; README.md there says more. In Python, with torch and timm alone:")
     print_text(

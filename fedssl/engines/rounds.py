@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -24,9 +26,10 @@ from ..models.model import Model
 from ..randomness import deterministic_on, seed_for
 from ..recipe.presets import PAPER
 from ..recipe.recipe import Recipe
-from ..run_folder.directory import IMAGE_SHAPE, MetricRow, RunDirectory
+from ..run_folder.directory import IMAGE_SHAPE, LARGE, MetricRow, RunDirectory
 from ..run_folder.storage import csv_text
 from ..training import steps_of_round
+from ..untrusted import quoted
 from .observers import Observer, Observers, TensorBoard
 
 #: in the config of the server's state: the last round in which nobody answered, under secure aggregation
@@ -78,9 +81,12 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     observers = Observers([TensorBoard(), observer])
     observers.run_began(recipe, directory.path, first)
     try:
-        for sentence in _told_before(federation) if first == 0 else ():
+        for sentence in _told_before(federation, directory.path) if first == 0 else ():
             observers.inform(sentence)
         for number in range(first, recipe.rounds + 1):
+            if ended := _no_gain(recipe, directory):
+                observers.inform(ended)
+                break
             started = time.perf_counter()
             if number == 0:
                 server, rows, missing = _opening(federation, clients, observers)
@@ -90,20 +96,48 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
             directory.append_metrics(rows)
             directory.append_refused(number, missing | reasons_in(server, REFUSED))
             directory.append_timing(number, time.perf_counter() - started)
-            directory.commit(number, server, finished=number == recipe.rounds, keep=recipe.checkpoints)
+            means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
+            measured = means.get("view_retrieval") if recipe.evaluation.keeps_best else None
+            finished, personal = number == recipe.rounds, federation.method.personal
+            directory.commit(number, server, finished, recipe.checkpoints, measured, personal)
             observers.round_ended(number, rows)
     finally:
         observers.run_ended(finished=directory.checkpoint.finished)
     return directory
 
 
-def _told_before(federation: Federation) -> Iterator[str]:
-    """Yield what a user should know before a run that takes long: costly stems, and what is measured."""
+def _no_gain(recipe: Recipe, directory: RunDirectory) -> str | None:
+    """Return that a run ends before its last round, because evaluations have found nothing better; else None."""
+    patience, best, last = recipe.evaluation.patience, directory.checkpoint.best, directory.checkpoint.round
+    if patience is None or best is None:
+        return None
+    if sum(evaluation_due(recipe, number) for number in range(best.round + 1, last + 1)) < patience:
+        return None
+    return (
+        f"the run ends after round {last} of {recipe.rounds}: {patience} evaluations found nothing better than round "
+        f"{best.round}; fedssl run --resume {quoted(directory.path)} evaluation.patience=null goes on"
+    )
+
+
+def _told_before(federation: Federation, path: Path) -> Iterator[str]:
+    """Yield what a user should know before a run that takes long: costly stems, large states, and what is measured."""
     recipe, dataset = federation.recipe, federation.dataset
-    for k, architecture in enumerate(dict.fromkeys(recipe.architectures)):
+    state_bytes: dict[str, int] = {}
+    for k, architecture in enumerate(map(recipe.architecture_of, range(recipe.partition.clients))):
+        if architecture in state_bytes:
+            continue
+        model = federation.new_model(k)
+        entries = model.state_dict()
+        state_bytes[architecture] = sum(entries[name].nbytes for name in federation.method.kept_entries(model))
         if recipe.model.stem == "auto" and not recipe.preset.startswith(PAPER):
-            sentence = stem_sentence(architecture, federation.new_model(k).encoder)
+            sentence = stem_sentence(architecture, model.encoder)
             yield from [sentence] if sentence else []
+    states = sum(state_bytes[recipe.architecture_of(k)] for k in range(recipe.partition.clients))
+    if recipe.engine != "flower" and states >= LARGE:
+        yield (
+            f"the states of the clients take {states / 1e6:,.0f} MB or more for each round that is kept "
+            f"(checkpoints); {shutil.disk_usage(path).free / 1e6:,.0f} MB are free in {path}"
+        )
     images = sum(map(len, federation.client_rows)) if recipe.schedule.trains and recipe.preset != "none" else 0
     if short := too_short(
         recipe.model_dump(include={"model", "training", "partition", "clients_per_round", "rounds"}), images

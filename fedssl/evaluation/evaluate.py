@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from fedkernels import ViewKey
@@ -49,6 +49,17 @@ class EvaluationOptions(Options):
     """The evaluation of models. kNN and linear evaluation use the labelled training images."""
 
     every: int = Field(0, ge=0, description="rounds between kNN evaluations; 0 evaluates before and after training")
+    keep_best: bool = Field(
+        False,
+        description="keep the models of the evaluated round in which most views find their image, for fedssl export "
+        "--best; needs `every`",
+    )
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="end the run, unfinished, after so many evaluations without a better round, which is kept; null: "
+        "never",
+    )
     images: int | None = Field(
         None,
         ge=2,
@@ -83,6 +94,17 @@ class EvaluationOptions(Options):
         description="other data to evaluate on before and after training, each with a label of letters and digits; the "
         "measures are called downstream_LABEL_knn and so on",
     )
+
+    @property
+    def keeps_best(self) -> bool:
+        """Return whether the best round is kept, for which views are measured whenever models are."""
+        return self.keep_best or self.patience is not None
+
+    @model_validator(mode="after")
+    def _choice(self) -> EvaluationOptions:
+        if self.keeps_best and not self.every:
+            raise ValueError("keep_best and patience choose among the evaluated rounds: set every as well, such as 5")
+        return self
 
     @field_validator("downstream")
     @classmethod
@@ -220,7 +242,7 @@ def evaluate_model(
     if several:  # or else an accuracy says nothing
         metrics["knn"] = knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)
     measured = MeasuredImages(test, dataset.test_labels)
-    if linear and own_classes:  # before and after training
+    if (linear or options.keeps_best) and own_classes:  # before and after training
         views, pixels = _view_features(model, dataset.test_images, augmentation, seed)
         measured = measured._replace(views=views, view_pixels=pixels)
     metrics |= measured_values(measured)

@@ -227,7 +227,7 @@ _ENTRIES = (
     ),
     Metric(
         "alignment",
-        "alignment",
+        "alignment (lower is closer)",
         decimals=2,
         measure=lambda images: alignment(*images.views),
         images="unlabelled",
@@ -236,7 +236,7 @@ _ENTRIES = (
     ),
     Metric(
         "uniformity",
-        "uniformity",
+        "uniformity (lower is more even)",
         decimals=2,
         measure=_uniformity_of,
         images="unlabelled",

@@ -48,16 +48,17 @@ def export_encoder(
     shared: bool = False,
     formats: Collection[FormatName] = (),
     trust: bool = False,
+    best: bool = False,
 ) -> Path:
     """Write a finished run's encoder into a new folder, which gets its name only when it is complete, and return it.
 
-    `client`, `shared` and `trust` are those of `encoder_of_run`; `formats` are compiled forms to write as well.
+    `client`, `shared`, `trust` and `best` are those of `encoder_of_run`; `formats` are compiled forms to write as well.
 
     Raises:
         UserError: see `encoder_of_run`; `output` is not empty or cannot be written; a format needs a missing package.
     """
     require_new_folder(output)
-    chosen = encoder_of_run(run, client, shared, trust)
+    chosen = encoder_of_run(run, client, shared, trust, best)
     config = encoder_config(chosen, run.resolve().name)
     network: Any = chosen.encoder.network
     stem_width = int(network.conv1.out_channels) if has_small_image_stem(network) else None

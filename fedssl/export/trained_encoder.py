@@ -50,7 +50,9 @@ class EncoderOfRun:
     round: int
 
 
-def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, trust: bool = False) -> EncoderOfRun:
+def encoder_of_run(
+    path: Path, client: int | None = None, shared: bool = False, trust: bool = False, best: bool = False
+) -> EncoderOfRun:
     """Return the encoder of a finished run's global model, or of one client's model.
 
     A staged encoder (layer-wise and progressive schedules) is returned as the plain network that it was cut from.
@@ -59,13 +61,16 @@ def encoder_of_run(path: Path, client: int | None = None, shared: bool = False, 
         client: a client's number (default: the global model, or the only client's); its model after its last training.
         shared: take the global model; an error if there is none.
         trust: see `load_stored_recipe`.
+        best: as it was after the best round (`evaluation.keep_best`), also if the run is not finished.
 
     Raises:
-        UserError: no finished run; no such model; the model is kept at a site; or its file cannot be read.
+        UserError: no finished run; no such round or model; the model is at a site; or its file cannot be read.
     """
     directory = RunDirectory.open(path)
+    if best:
+        directory.read_best()
     checkpoint = directory.checkpoint
-    if not checkpoint.finished:
+    if not (checkpoint.finished or best):
         done = f"{checkpoint.round} rounds are done" if checkpoint.round > 0 else "no round is done"
         raise UserError(
             f"{path} is not finished ({done}): continue it with fedssl run --resume {quoted(path)}, then export"

@@ -160,10 +160,11 @@ class Recipe(Options):
         "threads of this process (OMP_NUM_THREADS) divided by this number, at least one. Results do not depend on this "
         "number, but on the threads of a client and of the server: with OMP_NUM_THREADS=1 they are the same for any",
     )
-    checkpoints: int = Field(
-        3,
+    checkpoints: int | None = Field(
+        None,
         ge=1,
-        description="last rounds whose states are kept: fedssl run --resume RUN --from-round N goes back to one",
+        description="last rounds whose states are kept: fedssl run --resume RUN --from-round N goes back to one; "
+        "null: 3, or 1 where a round's states have 100 MB and more",
     )
     architectures: list[str] = Field(
         ..., min_length=1, description="encoders, fedssl's or any of timm's: client k has the k-th; the list repeats"

@@ -19,6 +19,7 @@ from fedkernels import ViewKey
 
 from ..augmentations.base import draw_views
 from ..engines.rounds import models_to_evaluate
+from ..evaluation.evaluate import measured_sample
 from ..evaluation.features import extract_features, require_measured_images
 from ..evaluation.metrics import alignment, effective_rank, uniformity
 from ..evaluation.projections import log_covariance_singular_values
@@ -57,8 +58,9 @@ class Collapse:
     client's own after its training in its last round, before the server aggregates.
     """
 
-    images: int  # the number of represented test images (training images, if there is no test set)
+    images: int  # the number of represented images
     models: dict[str, Geometry]
+    source: str = "test"  # of the images; "training" if there is no test set
 
     @property
     def local(self) -> list[Geometry]:
@@ -87,9 +89,13 @@ def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
 
 
 def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
-    """Represent test images with the models of a run's last committed round, and measure how they fill their space."""
-    recipe, data = federation.recipe, federation.dataset
-    require_measured_images(data)
+    """Represent images with the models of a run's last committed round, and measure how they fill their space.
+
+    They are those that the run's models are measured on, or a part of them: then one model has one effective rank.
+    """
+    recipe = federation.recipe
+    require_measured_images(federation.dataset)
+    data = measured_sample(federation.dataset, recipe.evaluation.images, seed_for(recipe.seed, "evaluation"))
     generator = generator_for(recipe.seed, "collapse", "images")
     order = torch.randperm(len(data.measured_images), generator=generator)[:_TEST_IMAGES]
     images = data.measured_images[order]
@@ -106,7 +112,7 @@ def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collaps
             uniformity=uniformity(features),
             effective_rank=effective_rank(features),
         )
-    return Collapse(len(images), models)
+    return Collapse(len(images), models, "test" if len(federation.dataset.test_images) else "training")
 
 
 def _models(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
@@ -172,7 +178,7 @@ def collapse_section(analyses: Mapping[str, Collapse | str]) -> PageSection | No
         return PageSection(warnings)
     singular_values = draw_log_singular_values(shown)
     figure = page_figure(singular_values, "Log singular values of the covariance", _SINGULAR_VALUES_CAPTION)
-    images = ", ".join(dict.fromkeys(str(analysis.images) for analysis in shown.values()))
+    images = ", ".join(dict.fromkeys(f"{analysis.images} {analysis.source} images" for analysis in shown.values()))
     return PageSection(warnings, [figure], _table(shown), images)
 
 

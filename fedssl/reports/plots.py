@@ -47,8 +47,6 @@ _ROLES = {
 }
 #: more classes than these get no legend: their colours cannot be told apart
 MOST_NAMED_CLASSES = 20
-_SPECTRUM_GRID = np.linspace(0.0, 1.0, 200)
-_SPECTRUM_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -115,13 +113,12 @@ def name_lines(figure: Figure, axes: Axes, methods: int) -> None:
 
 
 def class_legend(figure: Figure, class_names: Sequence[str]) -> None:
-    """Name the classes' colours if there are few, at the upper right outside the axes."""
-    if len(class_names) <= MOST_NAMED_CLASSES:
-        handles = [
-            Line2D([], [], marker="o", ls="", ms=6, color=colour, label=plot_text(name))
-            for colour, name in zip(class_colours(len(class_names)), class_names, strict=True)
-        ]
-        figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
+    """Name the classes' colours, of which there must be few, at the upper right outside the axes."""
+    handles = [
+        Line2D([], [], marker="o", ls="", ms=6, color=colour, label=plot_text(name))
+        for colour, name in zip(class_colours(len(class_names)), class_names, strict=True)
+    ]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
 
 
 def draw_curves(
@@ -153,39 +150,10 @@ def draw_curves(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if spent:
         axes.xaxis.set_major_formatter(EngFormatter())
-    if metric in METRICS and METRICS[metric].unit in ("bytes", "FLOPs"):
-        axes.yaxis.set_major_formatter(EngFormatter())
+    if metric in METRICS and (unit := METRICS[metric].unit) in ("bytes", "FLOPs"):
+        axes.yaxis.set_major_formatter(EngFormatter(unit.replace("bytes", "B")))  # 17.8 MB
     name_lines(figure, axes, len(styles))
     return figure
-
-
-def draw_spectrum(groups: Mapping[str, Sequence[Sequence[Sequence[float]]]], styles: Mapping[str, Style]) -> Figure:
-    """Draw singular values of the representations, relative to the largest, on a log scale.
-
-    The index is scaled to [0, 1], because clients' representations differ in dimension. A line is the geometric mean
-    over a method's runs and their clients; one that falls early means a collapse to few directions. `groups` has, by
-    method, run and client, the singular values in descending order.
-    """
-    figure = Figure(figsize=(6.4, 3.9), layout="constrained")
-    axes = figure.add_subplot()
-    for label, runs in groups.items():
-        lines = [_relative_spectrum(values) for run in runs for values in run if len(values)]
-        if lines:
-            draw_line(axes, _SPECTRUM_GRID, np.exp(np.mean(np.log(lines), axis=0)), label, styles[label])
-    tidy(axes)
-    axes.set_yscale("log")
-    axes.set_xlabel("index of the singular value / their number", fontsize=11)
-    axes.set_ylabel("relative to the largest", fontsize=11)
-    name_lines(figure, axes, len(styles))
-    return figure
-
-
-def _relative_spectrum(values: Sequence[float]) -> NDArray[np.float64]:
-    """Return singular values over their largest on the grid; all at the floor if the largest is 0."""
-    array = np.asarray(values, dtype=np.float64)
-    largest = array.max()
-    relative = np.clip(array / largest, _SPECTRUM_FLOOR, None) if largest > 0 else np.full_like(array, _SPECTRUM_FLOOR)
-    return np.exp(np.interp(_SPECTRUM_GRID, np.linspace(0.0, 1.0, len(array)), np.log(relative)))
 
 
 @dataclass(frozen=True)
@@ -257,27 +225,16 @@ def _draw_bars(
     axes.spines["left"].set_visible(False)
 
 
-@dataclass(frozen=True)
-class Card:
-    """A client (or the public images) in a table's picture: two short texts and a mosaic of images."""
-
-    title: str
-    subtitle: str
-    images: NDArray[np.uint8] | None  # [h, w] or [h, w, 3]
-
-
 def draw_table_picture(
     title: str,
     subtitle: str,
-    cards: Sequence[Card],
     panels: Mapping[str, Sequence[tuple[str, str, Sequence[float], Sequence[float]]]],
     untrained: Mapping[str, Sequence[float]],
     caption: str,
 ) -> Figure:
-    """Draw a table as one picture: the clients, the result of each method, and the verdict.
+    """Draw a table as one picture: the result of each method, and the verdict.
 
     Args:
-        cards: some clients, about six at most.
         panels: by metric, one (label, role, before by seed, after by seed) per row; a role is `method`, `baseline`,
             `control` or `other`, or `row` if the table has no verdict.
         untrained: by metric, the untrained encoders' values by seed, whose mean is drawn as a dashed line.
@@ -292,7 +249,6 @@ def draw_table_picture(
     title_height = 0.2 + 0.2 * max(len(textwrap.wrap(metric_title(metric), letters)) for metric in panels)
     heights = {
         "title": 0.55 + 0.27 * len(title_lines),
-        "cards": 2.62 if cards else 0.01,
         "bars": 0.65 + title_height + 0.42 * max(map(len, panels.values())),
         "legend": 0.75,
         "caption": 0.2 + 0.215 * len(caption_lines),
@@ -306,10 +262,6 @@ def draw_table_picture(
     figure.text(left, top["title"] - 0.12 / total, text, va="top", size=15, weight="bold", color=TEXT)
     below_title = top["title"] - (0.22 + 0.25 * len(title_lines)) / total
     figure.text(left, below_title, plot_text(subtitle), va="top", size=11, color=MUTED)
-
-    slot, bottom = (1 - 2 * left) / max(len(cards), 3), top["cards"] - (heights["cards"] - 0.16) / total
-    for i, card in enumerate(cards):
-        _draw_card(figure.add_axes((left + i * slot, bottom, slot * 0.93, (heights["cards"] - 1.1) / total)), card)
 
     height = (heights["bars"] - 0.45 - title_height) / total
     bottom = top["bars"] - title_height / total - height
@@ -334,16 +286,6 @@ def draw_table_picture(
     text = plot_text("\n".join(caption_lines))
     figure.text(left, top["caption"], text, va="top", size=11, color=TEXT, linespacing=1.35)
     return figure
-
-
-def _draw_card(axes: Axes, card: Card) -> None:
-    axes.set_axis_off()
-    if card.images is not None:
-        axes.imshow(card.images, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        axes.set_anchor("N")
-    axes.set_title(plot_text(card.title), fontsize=11.5, weight="bold", color=TEXT, loc="center", pad=47)
-    look: Any = {"ha": "center", "va": "bottom", "size": 10, "color": MUTED}
-    axes.annotate(plot_text(card.subtitle), (0.5, 1), (0, 5), "axes fraction", "offset points", **look)
 
 
 def draw_partition(counts: Tensor, class_names: Sequence[str]) -> Figure:

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from ..data.files import notify
+from ..engines.time_left import format_duration
 from ..errors import UserError
 from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated, metric_title
 from ..evaluation.verdict import verdict
@@ -23,7 +24,7 @@ from .collapse import Collapse, collapse_of_run, collapse_section
 from .cost import format_bytes, format_flops
 from .images import ImagePictures, image_pictures_of_run, image_section
 from .page import PageFigure, PageTable, page_figure, render_page
-from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectrum, method_styles
+from .plots import Bar, draw_bars, draw_curves, draw_partition, method_styles
 
 #: the runs of each method, by the recipe's name; several runs are the method's seeds
 Methods = Mapping[str, Sequence[Run]]
@@ -38,10 +39,6 @@ _CURVE_NOTES = {
     "loss": "What each client minimises alone. Losses of different objectives do not compare.",
     "cka": "High CKA alone is not success: a collapsed representation aligns perfectly. See the effective rank.",
 }
-_SPECTRUM_CAPTION = (
-    "Singular values of the centred test representations after training, relative to the largest; geometric mean over "
-    "clients and runs. A line that falls off early means a representation collapsed to few directions."
-)
 
 
 def write_report(
@@ -130,11 +127,11 @@ def build_report(
             *_unlike_measures(methods),
         ],
         results=_results_table(methods, metrics),
+        labelled="knn" in metrics,
         results_chart=_results_chart(methods, metrics),
         verdicts=[(run.name, sentence) for run in finished for sentence in verdict(run)],
         curves=_curve_charts(methods) + _spending_charts(methods),
         constants=_constants_table(methods),
-        spectrum=_spectrum_chart(methods),
         collapse=collapse_section(analyses or {}),
         images=image_section(pictures or {}),
         partitions=_partition_charts(methods),
@@ -160,9 +157,19 @@ def _run_table(methods: Methods) -> PageTable:
         state = "finished" if finished == len(runs) else f"{finished} of {len(runs)} finished"
         rounds = list(dict.fromkeys(str(run.rounds) for run in runs))
         progress = f"{state if finished else 'unfinished'}, {', '.join(rounds)} round{'s' * (rounds != ['1'])}"
-        measured = ", ".join(dict.fromkeys(map(_measured_images, runs)))
-        rows.append((name, len(runs), ", ".join(str(run.seed) for run in runs), progress, measured))
-    return PageTable(("method", "runs", "seeds", "state", "models measured on"), rows, text_columns=5)
+        times, trained, measured = (
+            ", ".join(dict.fromkeys(map(of_run, runs)))
+            for of_run in (lambda run: format_duration(run.seconds), _trained_images, _measured_images)
+        )
+        rows.append((name, ", ".join(str(run.seed) for run in runs), progress, times, trained, measured))
+    header = ("method", "seeds", "state", "time of a run", "trained on", "measured on")
+    return PageTable(header, rows, text_columns=len(header))
+
+
+def _trained_images(run: Run) -> str:
+    """Return on how many images a run trains, as far as its clients state them."""
+    images, clients = sum(map(sum, run.class_counts)), len(run.class_counts)
+    return f"{images:,} images of {clients} clients" if clients > 1 else f"{images:,} images" if images else "-"
 
 
 def _unlike_measures(methods: Methods) -> list[str]:
@@ -324,19 +331,6 @@ def _constants_table(methods: Methods) -> PageTable | None:
         text = _AMOUNTS[METRICS[metric].unit]
         rows.append([METRICS[metric].title, *(text(_constant(runs, metric) or 0.0) for runs in methods.values())])
     return PageTable(["the same in every round", *methods], rows)
-
-
-def _spectrum_chart(methods: Methods) -> PageFigure | None:
-    """Return a chart of the singular values after training; None if no finished run has them."""
-    spectra: dict[str, list[list[Sequence[float]]]] = {}
-    for name, runs in methods.items():
-        for run in runs:
-            if run.finished and run.spectra:
-                spectra.setdefault(name, []).append(list(run.spectra.values()))
-    if not spectra:
-        return None
-    figure = draw_spectrum(spectra, method_styles(list(methods)))
-    return page_figure(figure, "Singular-value spectrum", _SPECTRUM_CAPTION)
 
 
 def _partition_charts(methods: Methods) -> list[PageFigure]:

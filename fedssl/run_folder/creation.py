@@ -39,6 +39,8 @@ class EarlierCheckpoint(Options):
     files: dict[str, _StateFile] = Field({})  # by owner
     lengths: dict[_Log, Annotated[int, Field(ge=0)]] = Field({})  # committed bytes
     digests: dict[str, _Digest] = Field({})  # of what a resume relies on; empty in folders of earlier versions
+    value: float | None = Field(None)  # of the measure by which the best round is chosen; higher is better
+    best: EarlierCheckpoint | None = Field(None)  # the best round by then, with its models' states alone
 
 
 class Checkpoint(EarlierCheckpoint):

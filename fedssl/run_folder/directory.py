@@ -57,6 +57,8 @@ IMAGE_SHAPE = "image_shape.json"
 SITES_RUN = "sites_run.txt"  # if the sites keep the clients' states
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")
 HISTORY, HISTORY_HEADER = "history.csv", ("round", "when", "version", "option", "before", "after")
+#: bytes of a round's states, of which one round is kept by default and not three
+LARGE = 100_000_000
 #: what `replace_files` may replace; the second name is of the file that is about to take the place of the first
 _REPLACED = {name: f"{name}.next" for name in ("recipe.yaml", "data_digests.json", HISTORY)}
 
@@ -194,10 +196,20 @@ class RunDirectory:
         self._digests[name] = write_message(self.checkpoints / name, state, flush=False)
         self._written[owner] = name
 
-    def commit(self, round_number: int, server: Message, finished: bool, keep: int = 1) -> None:
+    def commit(
+        self,
+        round_number: int,
+        server: Message,
+        finished: bool,
+        keep: int | None = 1,
+        measured: float | None = None,
+        personal: bool = False,
+    ) -> None:
         """Commit a round with the clients' states written in it; the other clients keep their files.
 
-        The last `keep` rounds stay complete, this one among them.
+        The last `keep` rounds stay complete, this one among them; None keeps three, or one if states are large. Where
+        the round has a higher `measured` value than each before, its models are kept as well: the clients' if they are
+        `personal`, else the server's.
         """
         self._write_state("server", round_number, server)
         flush_files(self.checkpoints, self._digests)
@@ -206,6 +218,13 @@ class RunDirectory:
         logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}
         states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}
         kept = {name: digest for name, digest in self.checkpoint.digests.items() if not _changes_by_round(name)}
+        if keep is None:
+            keep = 3 if sum((self.checkpoints / name).stat().st_size for name in self._digests) < LARGE else 1
+        best = self.checkpoint.best
+        if measured is not None and (best is None or best.value is None or measured > best.value):
+            chosen = files if personal else {"server": files["server"]}
+            digests = {name: states[name] for name in chosen.values() if name in states}
+            best = EarlierCheckpoint(round=round_number, value=measured, files=chosen, digests=digests)
         self.checkpoint = Checkpoint(
             round=round_number,
             files=files,
@@ -214,6 +233,7 @@ class RunDirectory:
             # not of timings.csv: then two runs of one recipe and seed would differ in it
             digests=kept | {name: digest for name, (digest, _) in logs.items() if name != "timings.csv"} | states,
             earlier=self._earlier()[-keep + 1 :] if keep > 1 else [],
+            best=best,
             parts=self.checkpoint.parts,
         )
         self._written, self._digests = {}, {}
@@ -226,8 +246,21 @@ class RunDirectory:
         if last.round < 0:
             return []
         digests = {name: digest for name, digest in last.digests.items() if _changes_by_round(name)}
-        kept = EarlierCheckpoint(round=last.round, files=last.files, lengths=last.lengths, digests=digests)
+        kept = EarlierCheckpoint(
+            round=last.round, files=last.files, lengths=last.lengths, digests=digests, best=last.best
+        )
         return [*last.earlier, kept]
+
+    def read_best(self) -> None:
+        """Let the states be those of the best round; raise UserError if there is none or a file was changed."""
+        best = self.checkpoint.best
+        if best is None:
+            raise UserError(
+                f"{self.path} keeps no best round: set evaluation.keep_best=true and evaluation.every first"
+            )
+        for name, digest in best.digests.items():
+            self._refuse_change(name, digest, None)
+        self.checkpoint = self.checkpoint.model_copy(update={"round": best.round, "files": best.files})
 
     def _checkpoint_of(self, round_number: int) -> Checkpoint:
         """Return the run's checkpoint as it was after a round; raise UserError if it is not kept or was changed."""
@@ -250,6 +283,7 @@ class RunDirectory:
             lengths=chosen.lengths,
             digests=unchanging | chosen.digests,
             earlier=[one for one in earlier.values() if one.round < round_number],
+            best=chosen.best,
             parts=last.parts,
         )
 
@@ -375,7 +409,8 @@ class RunDirectory:
 
     def _remove_unused(self) -> None:
         """Remove unused states, and no other files."""
-        used = {file for one in (self.checkpoint, *self.checkpoint.earlier) for file in one.files.values()}
+        kept: list[EarlierCheckpoint] = [self.checkpoint, *self.checkpoint.earlier]
+        used = {file for one in (*kept, *(c.best for c in kept if c.best)) for file in one.files.values()}
         ours = re.compile(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial")
         with writing(self.checkpoints):
             unused = [name for name in os.listdir(self.checkpoints) if name not in used and ours.fullmatch(name)]

@@ -32,11 +32,10 @@ class Run:
             (`"0"`), `global` for the global model, or `mean` for the mean over the clients.
         class_names: the classes' names; empty if the folder holds no partition.
         class_counts: training images per client and class, [clients, classes]; empty without a partition.
-        spectra: singular values of the final test representations in descending order, by client or `global`; empty
-            before the last round.
         history: the options that were changed when the run went on, one mapping each: `option`, `before`, `after`, the
             `round` that was the last one then, `when`, and the `version` of fedssl; see `fedssl.resume`.
         refused: round, client and reason of each answer that was left out or is missing.
+        seconds: what all rounds have taken, evaluations included.
     """
 
     path: Path
@@ -44,9 +43,9 @@ class Run:
     values: Mapping[tuple[int, str, str], float]
     class_names: Sequence[str]
     class_counts: Sequence[Sequence[int]]
-    spectra: Mapping[str, Sequence[float]]
     history: Sequence[Mapping[str, str]] = ()
     refused: Sequence[tuple[int, int, str]] = ()
+    seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -125,9 +124,7 @@ def read_run(path: str | Path) -> Run:
         partition = read_csv(path / "partition.csv")
         class_names = [name for name in partition[0] if name != "client"] if partition else []
         class_counts = [[_count(row[name]) for name in class_names] for row in partition]
-        spectra: dict[str, list[float]] = {}
-        for row in read_csv(path / "spectrum.csv"):
-            spectra.setdefault(row["client"], []).append(_singular_value(row["value"]))
+        seconds = sum(_from_zero(row["seconds"], "timings.csv") for row in read_csv(path / "timings.csv"))
         history = read_csv(path / HISTORY)
         refused = directory.read_refused()
     except UserError:
@@ -135,7 +132,7 @@ def read_run(path: str | Path) -> Run:
     except (OSError, ValueError, TypeError, KeyError) as error:
         problem = printable(" ".join(str(error).split()))
         raise UserError(f"{path} cannot be read as a run's folder: {problem}") from error
-    return Run(path, recipe, values, class_names, class_counts, spectra, history, refused)
+    return Run(path, recipe, values, class_names, class_counts, history, refused, seconds)
 
 
 def _check_recipe(recipe: Any) -> None:
@@ -159,8 +156,8 @@ def _count(text: str) -> int:
     return count
 
 
-def _singular_value(text: str) -> float:
+def _from_zero(text: str, file: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
-        raise ValueError(f"spectrum.csv: {text[:40]!r} is no singular value")
+        raise ValueError(f"{file}: {text[:40]!r} is no number from 0")
     return value

@@ -8,34 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional as F
 
-from ..data.datasets import load_dataset
-from ..data.partitions import deal
-from ..data.stored_images import Images, images_of_rows
 from ..evaluation.metrics import format_values, mean_and_spread, metric_title
 from ..recipe.overrides import flatten_keys
-from ..recipe.reading import parse_recipe
-from ..recipe.rules import public_image_users
 from ..reports.page import PageFigure, PageTable, page_figure, render_page
-from ..reports.plots import Card, draw_table_picture, png_bytes
-from ..run_folder.record import Run, read_run
+from ..reports.plots import draw_table_picture, png_bytes
+from ..run_folder.record import read_run
 from ..run_folder.storage import csv_text, make_folder, write_atomically
 from .results import RULE, Results, listed, reference_row, verdict
 from .table import UNTRAINED, Table, cell_path
 
 #: receives a text for the user
 Note = Callable[[str], None]
-_SHORT_TITLES = {"kNN accuracy (%)": "kNN %", "linear accuracy (%)": "linear %"}
-#: clients in a picture, each with so many rows and columns of images
-_MOST_CLIENTS = 5
-_MOSAIC_ROWS, _MOSAIC_COLUMNS = 3, 4
 
 
 def write_description(table: Table, output: Path, overrides: Sequence[str]) -> None:
@@ -52,7 +38,7 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
     `results` has one entry for each scenario, in the table's order. At least one run must be finished.
 
     Raises:
-        UserError: a file cannot be written, or the data for the pictures is missing.
+        UserError: a file cannot be written.
     """
     write_atomically(output / "table.md", _markdown(table, results).encode())
     values, summary = _values_and_summary(table, results)
@@ -62,7 +48,8 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
     pictures = []
     for scenario in results:
         if scenario.finished:
-            figure = _draw_picture(table, scenario, output)
+            label, seeds = next(iter(scenario.finished.items()))
+            figure = draw_picture(table, scenario, read_run(cell_path(output, label, seeds[0], scenario.label)).recipe)
             pictures.append(page_figure(figure, description, png=True))
             write_atomically(output / scenario.picture, png_bytes(figure))
     write_atomically(output / "table.html", _html(table, results, pictures).encode())
@@ -70,7 +57,7 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
 
 def format_table(table: Table, results: Results) -> str:
     """Return one scenario of the table as plain text, narrow enough for a terminal: long labels take several lines."""
-    header = ["", *(_SHORT_TITLES.get(title, title) for title in _titles(table, results))]
+    header = ["", *(title.replace(" accuracy (%)", " %") for title in _titles(table, results))]
     return plain_table(header, [[label, *cells] for label, _, cells in _rows(table, results)], label_width=34)
 
 
@@ -230,14 +217,9 @@ def _values_and_summary(table: Table, results: Sequence[Results]) -> tuple[str, 
     return csv_text(values), csv_text(summary)
 
 
-def _draw_picture(table: Table, results: Results, output: Path) -> Figure:
-    """Draw the picture of one scenario: some clients with their images, every row's bars, and the verdict.
-
-    The clients are those of the reference row's first finished run, or of the first row with one.
-    """
+def draw_picture(table: Table, results: Results, recipe: Mapping[str, Any]) -> Figure:
+    """Draw the picture of one scenario: every row's bars and the verdict; `recipe` is a run's, as plain values."""
     reference = reference_row(table)
-    label = reference if reference in results.finished else next(iter(results.finished))
-    run = read_run(cell_path(output, label, results.finished[label][0], results.label))
     panels: dict[str, list[tuple[str, str, list[float], list[float]]]] = {metric: [] for metric in table.metrics}
     for metric, bars in panels.items():
         for row in table.rows:
@@ -245,46 +227,10 @@ def _draw_picture(table: Table, results: Results, output: Path) -> Figure:
             bars.append((row.label, table.role(row.label), before, after))
     untrained: dict[str, list[float]] = {m: results.values(reference, m, "before") for m in table.metrics}
     seeds = f"{len(table.seeds)} seeds" if len(table.seeds) > 1 else f"seed {table.seeds[0]}"
-    clients = int(run.recipe["partition"]["clients"])
-    shown = f", {_MOST_CLIENTS} of them shown" if clients > _MOST_CLIENTS else ""
-    data = run.recipe["data"]
+    clients, rounds, data = int(recipe["partition"]["clients"]), recipe["rounds"], recipe["data"]
     name = Path(data["path"]).stem if data["name"] in ("npz", "images", "folder") else data["name"]
     subtitle = f"{results.label}: " if results.label else ""
-    subtitle += f"{name}, {clients} client{'s' * (clients > 1)}{shown}, {run.rounds} rounds, {seeds}"
+    subtitle += f"{name}, {clients} client{'s' * (clients > 1)}, {rounds} rounds, {seeds}"
     # the description's first sentence; "et al. 2024" does not end it
     title = re.split(r"\.\s(?=[A-Z])", _folded_description(table))[0] or table.name
-    return draw_table_picture(title, subtitle, _cards(run), panels, untrained, verdict(table, results))
-
-
-def _cards(run: Run) -> list[Card]:
-    """Return a card for each of the first clients of a run, and one for the public images if the method uses them."""
-    recipe = parse_recipe(dict(run.recipe))
-    dataset = load_dataset(recipe.data, recipe.seed)
-    rows = deal(dataset, recipe.partition, recipe.seed)
-    cards = []
-    for k, client_rows in enumerate(rows[:_MOST_CLIENTS]):
-        labels = dataset.train_labels[client_rows]
-        names = [dataset.counted_as[label] for label in sorted(set(labels.tolist()))]
-        held = f"only {' and '.join(names)}" if len(names) <= 2 else f"{len(names)} classes"
-        if not dataset.labelled:
-            held = "no labels"
-        elif len(names) == len(dataset.class_names):
-            held = f"all {len(names)} classes"
-        lines = (textwrap.shorten(held, 26, placeholder=" ..."), run.architecture_of(k), f"{len(client_rows)} images")
-        mosaic = _mosaic(images_of_rows(dataset.train_images, client_rows), labels)
-        cards.append(Card(f"client {k}", "\n".join(lines), mosaic))
-    public = dataset.public_images
-    if public_image_users(recipe) and public is not None:
-        mosaic = _mosaic(public, torch.zeros(len(public), dtype=torch.int64))
-        cards.append(Card("public images", f"without labels,\nfor all clients\n{len(public)} images", mosaic))
-    return cards
-
-
-def _mosaic(images: Images, labels: Tensor) -> NDArray[np.uint8]:
-    """Draw some images, spread evenly over all in the order of their classes, in a grid, uint8 [h, w, C] or [h, w]."""
-    order = labels.argsort(stable=True)
-    chosen = images[order[torch.linspace(0, len(order) - 1, _MOSAIC_ROWS * _MOSAIC_COLUMNS).long()]]
-    framed = F.pad(chosen, (0, 1, 0, 1), value=255)
-    grid = framed.unflatten(0, (_MOSAIC_ROWS, _MOSAIC_COLUMNS)).permute(0, 3, 1, 4, 2)
-    array: NDArray[np.uint8] = grid.flatten(2, 3).flatten(0, 1).numpy()[:-1, :-1]
-    return array[..., 0] if array.shape[-1] == 1 else array
+    return draw_table_picture(title, subtitle, panels, untrained, verdict(table, results))

@@ -12,18 +12,23 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 import fedkernels
 import fedssl
+from fedssl.engines import in_process, rounds
 from fedssl.engines.continuing import continue_run
 from fedssl.engines.in_process import resume
+from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
+from fedssl.export.trained_encoder import encoder_of_run
 from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.recipe.changes import changed_recipe, consequences
 from fedssl.recipe.reading import load_stored_recipe, parse_recipe
 from fedssl.reports.report import write_report
+from fedssl.run_folder import directory
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL, tiny_values
@@ -140,6 +145,56 @@ def test_a_kill_while_options_change_leaves_the_old_ones_or_the_new(moment, two_
         resume(two_rounds, overrides=["rounds=3"])
     after = read_run(resume(two_rounds).path)
     assert (after.rounds, after.last_round, len(after.history)) == ((2, 2, 0) if moment <= 3 else (3, 3, 1))
+
+
+# The best round
+
+
+@pytest.mark.parametrize("kind", [ONE, SAMPLED], ids=["own models", "a global model"])
+def test_a_run_that_gets_no_better_ends_and_its_best_round_is_exported(kind, tiny, tmp_path, monkeypatch):
+    """It is the same when it was killed, or has gone back; the states of no other round are kept for it."""
+    found = [1.0, 9.0, 2.0, 2.0, 9.5]
+    measures = lambda federation, model, number: ({"view_retrieval": found[number]}, torch.ones(1))  # noqa: E731
+    monkeypatch.setattr(rounds, "evaluate_after", measures)
+    recipe = tiny(**kind | {"evaluation": {"every": 1, "patience": 2}}, rounds=4)
+    whole = in_process.run(recipe, tmp_path / "whole")
+    assert (whole.checkpoint.round, whole.checkpoint.finished, whole.checkpoint.best.round) == (3, False, 1)
+    with pytest.raises(Killed):
+        in_process.run(recipe, tmp_path / "killed", KilledIn(3))
+    resume(tmp_path / "killed")
+    assert contents(resume(tmp_path / "killed").path) == contents(whole.path)
+    first = in_process.run(tiny(**kind, rounds=1), tmp_path / "one")
+    best = encoder_of_run(whole.path, client=None if kind is SAMPLED else 0, best=True)
+    last = encoder_of_run(first.path, client=None if kind is SAMPLED else 0)
+    assert best.round == last.round == 1
+    for name, tensor in last.encoder.network.state_dict().items():
+        assert torch.equal(best.encoder.network.state_dict()[name], tensor), name
+    end = resume(whole.path, overrides=["evaluation.patience=null", "evaluation.keep_best=true", "checkpoints=2"])
+    assert (end.checkpoint.finished, end.checkpoint.best.round) == (True, 4)
+    back = resume(whole.path, from_round=3, overrides=["evaluation.patience=2"])
+    assert (back.checkpoint.round, back.checkpoint.best.round) == (3, 1)
+    rounds_kept = {int(file.name.split(".")[1][6:]) for file in whole.path.glob("checkpoints/*.safetensors")}
+    assert {1, 3} <= rounds_kept <= {1, 2, 3}
+    for file in whole.path.glob("checkpoints/*round-00001*"):
+        file.write_bytes(b"x")
+    with pytest.raises(UserError, match="was changed since the run wrote it"):
+        encoder_of_run(whole.path, client=None if kind is SAMPLED else 0, best=True)
+    with pytest.raises(UserError, match=r"keeps no best round: .* evaluation\.keep_best=true and evaluation\.every"):
+        encoder_of_run(first.path, best=True)
+    with pytest.raises(UserError, match="set every as well"):
+        tiny(evaluation={"patience": 1})
+
+
+def test_of_large_states_one_round_is_kept_and_they_are_told_before(tiny, tmp_path, monkeypatch):
+    small = in_process.run(tiny(**ONE), tmp_path / "small")
+    assert [one.round for one in small.checkpoint.earlier] == [0, 1]
+    for module in (rounds, directory):
+        monkeypatch.setattr(module, "LARGE", 10_000)
+    told = Mock(Observer())
+    large = in_process.run(tiny(**ONE), tmp_path / "large", told)
+    assert large.checkpoint.earlier == []
+    said = " ".join(call.args[0] for call in told.inform.call_args_list)
+    assert re.search(r"the states of the clients take \d+ MB or more for each round that is kept .* MB are free", said)
 
 
 # Back to an earlier round

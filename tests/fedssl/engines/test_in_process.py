@@ -19,7 +19,7 @@ from fedssl.federation import build_federation
 from fedssl.method import Method
 from fedssl.run_folder import storage
 from fedssl.run_folder.directory import RunDirectory
-from fedssl.run_folder.record import read_run
+from fedssl.run_folder.storage import read_csv
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.short_runs import SMALL, contents, metric
 from tests.fedssl.forked_command import start_command
@@ -91,7 +91,7 @@ def test_metrics_hold_evaluation_training_and_traffic(undisturbed):
     assert metric(undisturbed, "bytes_down", 1)["0"] == 20 * 20 * 4
     numbers = len(["samples", "loss", "total_loss", "cka", "public_effective_rank", "gradient_norm", "memory", "flops"])
     assert metric(undisturbed, "bytes_up", 1)["0"] == 20 * 16 * 4 + 8 * numbers
-    spectrum = read_run(undisturbed).spectra["0"]
+    spectrum = [float(row["value"]) for row in read_csv(undisturbed / "spectrum.csv") if row["client"] == "0"]
     assert spectrum == sorted(spectrum, reverse=True)
 
 

@@ -44,7 +44,6 @@ def write_run(
     recipe: Recipe,
     rows: Iterable[Row],
     *,
-    spectrum: dict[str, list[float]] | None = None,
     counts: list[list[int]] | None = None,
     class_names: tuple[str, ...] = ("cat", "dog"),
     refused: Iterable[tuple[int, int, str]] = (),
@@ -56,10 +55,6 @@ def write_run(
         lines = [",".join(["client", *class_names])]
         lines += [",".join(map(str, [k, *row])) for k, row in enumerate(counts)]
         files["partition.csv"] = "\n".join(lines) + "\n"
-    if spectrum is not None:
-        lines = ["client,index,value"]
-        lines += [f"{who},{i},{value!r}" for who, values in spectrum.items() for i, value in enumerate(values)]
-        files["spectrum.csv"] = "\n".join(lines) + "\n"
     directory = RunDirectory.create(path, files)
     last = max((row[0] for row in rows), default=-1)
     if rows:

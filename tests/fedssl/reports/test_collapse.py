@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.evaluation.evaluate import measured_sample
 from fedssl.evaluation.features import extract_features
 from fedssl.evaluation.metrics import effective_rank
 from fedssl.federation import build_federation
+from fedssl.randomness import seed_for
 from fedssl.reports.collapse import (
     Collapse,
     Geometry,
@@ -21,7 +23,7 @@ from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.reports.parsed_page import Page
 
-SAMPLED = {"clients_per_round": 2}
+SAMPLED = {"clients_per_round": 2, "evaluation": {"images": 80, "linear": {"epochs": 2}}}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,8 @@ def analysed(averaged) -> Collapse:
 def test_the_global_model_and_the_latest_local_models_are_looked_at(tiny, averaged, analysed):
     """The numbers are those of the stored models."""
     federation, directory = build_federation(tiny(**AVERAGED, **SAMPLED)), RunDirectory.open(averaged)
-    images = federation.dataset.test_images
-    assert analysed.images == len(images)
+    images = measured_sample(federation.dataset, 80, seed_for(0, "evaluation")).test_images
+    assert analysed.images == len(images) == 40
     shared, *local = analysed.models
     assert shared == "global"
     # those of the last round first, drawn by the run's seed
@@ -72,6 +74,7 @@ def test_the_report_shows_it(averaged, analysed, tmp_path):
     assert rows[0][2:] == measures.split()
     assert rows[1][2] == f"{sum(one.alignment for one in local) / len(local):.3f}"
     assert "Collapse of the representations" in page.text
+    assert "representations of 40 test images; of" in page.text
 
 
 # Charts

@@ -13,7 +13,7 @@ from fedssl.engines import in_process
 from fedssl.evaluation.projections import grid_cells, nearest_images
 from fedssl.reports import images
 from fedssl.reports.images import draw_map, draw_neighbours, image_pictures_of_run, thumbnails
-from fedssl.reports.plots import Bar, draw_bars, draw_curves, draw_spectrum, method_styles, png_bytes
+from fedssl.reports.plots import Bar, draw_bars, draw_curves, method_styles, png_bytes
 from fedssl.reports.report import write_report
 from tests.fedssl.conftest import AVERAGED
 
@@ -38,16 +38,6 @@ def test_bars_run_from_before_to_after_with_a_dot_a_seed():
     assert dots == [[50.0, 56.0]]
     assert [text.get_text() for text in axes.texts] == ["53.0 ± 4.2", "-"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ours", "absent"]
-
-
-def test_the_spectrum_is_relative_and_averaged_over_clients_of_any_dimension():
-    groups = {"flat": [[[7.0] * 5, [0.1] * 9]], "steep": [[[4.0, 0.04], [1.0, 1e-4, 0.0]]], "collapsed": [[[0.0, 0.0]]]}
-    drawn = draw_spectrum(groups, method_styles(list(groups))).axes[0].lines
-    lines = {line.get_label(): line.get_ydata() for line in drawn}
-    np.testing.assert_allclose(lines["flat"], 1.0)
-    assert lines["steep"][0] == pytest.approx(1.0)
-    assert lines["steep"][-1] == pytest.approx((1e-2 * 1e-6) ** 0.5)  # geometric mean, 0 at the floor of 1e-6
-    assert lines["collapsed"].max() == pytest.approx(1e-6)
 
 
 # Images

@@ -7,13 +7,12 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fedssl.errors import UserError
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports import report
-from fedssl.reports.plots import Card, draw_table_picture
+from fedssl.reports.plots import draw_table_picture
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
 from fedssl.untrusted import quoted
@@ -76,10 +75,13 @@ def test_a_global_model_has_one_row_and_architectures_repeat_over_the_clients(ti
 
 
 def test_the_page_stands_alone(tiny, tmp_path):
-    counts, spectrum = [[3, 0], [1, 2]], {"0": [2.0, 1.0, 0.5], "1": [3.0, 1.0]}
-    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]), counts=counts, spectrum=spectrum)
+    counts = [[3, 0], [1, 2]]
+    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]), counts=counts)
+    (tmp_path / "a" / "timings.csv").write_text("round,seconds\n1,100\n2,80\n")
     path = write_report([tmp_path / "a"])
     page = Page(path)
+    ran = ["tiny", "0", "finished, 2 rounds", "3 min", "6 images of 2 clients", "all images"]
+    assert page.table("method", "seeds") == [ran]
     assert page.links == []
     assert not {"script", "link", "iframe", "object"} & page.tags
     for source in page.sources:
@@ -87,8 +89,8 @@ def test_the_page_stands_alone(tiny, tmp_path):
         assert kind == "data:image/svg+xml;base64"
         assert b"<svg" in base64.b64decode(data, validate=True)
     assert not re.search(r"url\(|@import", path.read_text(encoding="utf-8"))
-    # loss curve, spectrum, partition; two points of kNN are no curve, and one run has no bars
-    assert len(page.sources) == 3
+    # loss curve and partition; two points of kNN are no curve, and one run has no bars
+    assert len(page.sources) == 2
     first = path.read_bytes()
     assert write_report([tmp_path / "a"]).read_bytes() == first
 
@@ -159,7 +161,7 @@ def test_everything_is_escaped(tiny, tmp_path):
     assert page.text.count(HOSTILE) >= 9
     assert f"fedssl run --resume {quoted(path)}" in page.text
     assert "62615533" not in page.text
-    assert page.table("method", "runs")[0][0] == HOSTILE
+    assert page.table("method", "seeds")[0][0] == HOSTILE
     assert [row[2] for row in page.table("method", "seed", "folder")] == [str(path)]
     assert any(HOSTILE in caption for caption in page.captions)
 
@@ -169,7 +171,7 @@ def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
     write_run(tmp_path / "half", tiny(name="ours", seed=1), rows_of([44.0], [99.0], rounds=1))
     write_run(tmp_path / "new", tiny(name="ours", seed=2), [])
     page = Page(write_report([tmp_path / n for n in ("done", "half", "new")], tmp_path / "page.html"))
-    assert page.table("method", "runs") == [["ours", "3", "0, 1, 2", "1 of 3 finished, 2 rounds", "all images"]]
+    assert page.table("method", "seeds") == [["ours", "0, 1, 2", "1 of 3 finished, 2 rounds", "0 s", "-", "all images"]]
     assert "seed 1 is unfinished, 1 of 2 rounds done" in page.text
     assert f"fedssl run --resume {tmp_path / 'half'}" in page.text
     assert "seed 2 is unfinished, no round done" in page.text
@@ -199,7 +201,7 @@ def test_several_runs_are_reported_where_one_stands_and_one_folder_given_twice_c
     monkeypatch.chdir(tmp_path)
     path = write_report([Path("a"), tmp_path / "a" / ".." / "a", Path("b")])
     assert path.resolve() == tmp_path / "report.html"
-    assert Page(path).table("method", "runs")[0][1] == "2"
+    assert Page(path).table("method", "seeds")[0][1] == "0, 1"
 
 
 def test_bad_input_is_told_in_one_line(tiny, tmp_path):
@@ -244,13 +246,13 @@ def test_a_report_is_drawn_whatever_names_sites_and_recipes_chose(tiny, tmp_path
     for k, name in enumerate(ODD):
         counts = [[1, *range(1, len(ODD))]] if k == 0 else None
         recipe = tiny(name=name, description=name)
-        write_run(paths[k], recipe, rows, counts=counts, class_names=tuple(ODD), spectrum={"0": [2.0, 1.0]})
+        write_run(paths[k], recipe, rows, counts=counts, class_names=tuple(ODD))
     page = write_report(paths, tmp_path / "page.html", collapse=False, images=False)
     text = page.read_text()
     assert all(character == "\n" or character.isprintable() or character in "\u00a0" for character in text)
     assert "<script>" not in text
-    # curves of the metrics, kNN before and after, the spectrum, and who holds what
-    assert len(charts(page)) >= len(METRIC_NAMES) + 3
+    # curves of the metrics, kNN before and after, and who holds what
+    assert len(charts(page)) >= len(METRIC_NAMES) + 2
     assert len((paths[0] / "metrics.csv").read_text().split("\n")) == len(rows) + 2
 
 
@@ -273,13 +275,10 @@ def test_a_report_is_written_whatever_the_values_are(number, tiny, tmp_path):
 
 
 def test_a_tables_picture_is_drawn_whatever_its_labels_are():
-    """Of any number of clients, with and without an image, and of rows that are not finished."""
+    """Also of rows that are not finished."""
     bars = {"knn": [*((label, "method", [1.0], [2.0, 3.0]) for label in ODD), ("alone", "baseline", [], [])]}
-    cards = [Card(label, label, np.zeros((3, 3), np.uint8) if k else None) for k, label in enumerate(ODD)]
-    figure = draw_table_picture(ODD[0], ODD[2], cards, bars, {}, ODD[4])
-    figure.draw_without_rendering()
-    assert len([axes for axes in figure.axes if axes.get_title()]) == len(cards)
-    plain = draw_table_picture("title", "data", [], bars, {"knn": [40.0]}, "a line\nanother")
+    draw_table_picture(ODD[0], ODD[2], bars, {}, ODD[4]).draw_without_rendering()
+    plain = draw_table_picture("title", "data", bars, {"knn": [40.0]}, "a line\nanother")
     plain.draw_without_rendering()
     assert {"title", "data", "a line\nanother"} <= {text.get_text() for text in plain.texts}
 
@@ -309,12 +308,13 @@ def test_a_received_recipe_of_another_form_is_told(old, new, message, tiny, tmp_
     [
         ("partition.csv", "9,-1,0"),
         ("partition.csv", f"9,1,{10**30}"),
-        ("spectrum.csv", "0,1,nan"),
-        ("spectrum.csv", "0,1"),
+        ("timings.csv", "1,inf"),
+        ("timings.csv", "2,-1"),
     ],
 )
 def test_received_figures_that_no_run_has_are_told(file, line, tiny, tmp_path):
-    write_run(tmp_path / "a", tiny(), evaluated(2, "knn", [50.0]), counts=[[1, 2]], spectrum={"0": [1.0]})
+    write_run(tmp_path / "a", tiny(), evaluated(2, "knn", [50.0]), counts=[[1, 2]])
+    (tmp_path / "a" / "timings.csv").write_text("round,seconds\n")
     with open(tmp_path / "a" / file, "a") as text:
         text.write(f"{line}\n")
     with pytest.raises(UserError, match="cannot be read as a run's folder"):

@@ -172,7 +172,7 @@ def finished(tiny, tmp_path) -> Run:
     rows = [*evaluated(0, "knn", [40.0, 42.0]), (1, "0", "bytes_up", 100.0), (2, "1", "bytes_up", 50.0)]
     rows += [*evaluated(2, "knn", [50.0, 54.0]), (2, "global", "knn", 60.0), (2, "mean", "bytes_up", 75.0)]
     counts = [[3, 0], [1, 2]]
-    write_run(tmp_path / "a", tiny(**ALIGNED, seed=3), rows, counts=counts, spectrum={"0": [2.0, 1.0]})
+    write_run(tmp_path / "a", tiny(**ALIGNED, seed=3), rows, counts=counts)
     return read_run(str(tmp_path / "a"))
 
 
@@ -181,7 +181,6 @@ def test_a_run_has_what_its_folder_holds(finished, tmp_path):
     assert (finished.rounds, finished.last_round, finished.finished) == (2, 2, True)
     assert list(finished.class_names) == ["cat", "dog"]
     assert finished.class_counts == [[3, 0], [1, 2]]
-    assert finished.spectra == {"0": [2.0, 1.0]}
     assert finished.values[2, "1", "knn"] == 54.0
     assert [finished.architecture_of(k) for k in range(3)] == ["small_convnet", "small_convnet_wide", "small_convnet"]
     # the global model stands for the run, and otherwise the mean
@@ -211,7 +210,7 @@ def test_what_a_killed_run_wrote_after_its_last_commit_does_not_count(tiny, tmp_
     assert read_run(path).evaluated("knn", "after") == 50.0
     (path / "metrics.csv").unlink()
     run = read_run(path)
-    assert (run.last_round, run.values, run.class_counts, run.spectra) == (-1, {}, [], {})
+    assert (run.last_round, run.values, run.class_counts) == (-1, {}, [])
 
 
 @pytest.mark.parametrize(
