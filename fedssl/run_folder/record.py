@@ -36,7 +36,7 @@ class Run:
             before the last round.
         history: the options that were changed when the run went on, one mapping each: `option`, `before`, `after`, the
             `round` that was the last one then, `when`, and the `version` of fedssl; see `fedssl.resume`.
-        refused: round, client and reason of each answer that was left out or is missing.
+        refused: round, client and reason of each answer that was left out, is missing, or did not count in full.
     """
 
     path: Path
