@@ -122,7 +122,7 @@ class RunDirectory:
         self._append("timings.csv", ("round", "seconds"), [(round_number, f"{seconds:.3f}")])
 
     def append_refused(self, round_number: int, reasons: dict[int, str]) -> None:
-        """Append the answers that a round left out, or did not count in full, to refused.csv; `reasons` is by client."""
+        """Append the answers that a round left out or did not count in full to refused.csv; `reasons` is by client."""
         if reasons:
             rows = [(round_number, k, reason) for k, reason in reasons.items()]
             self._append("refused.csv", ("round", "client", "reason"), rows)
