@@ -225,11 +225,12 @@ def measure_row(deployment: Deployment, sites: int, name: str, deadline: float) 
 
 
 def left_out(output: Path) -> list[tuple[int, int, str]]:
-    """Round, client and reason of each answer of a run that does not count; there is no file where all count."""
+    """Round, client and reason of each answer of a run that does not count at all; there is no file where all count."""
     if not (output / "refused.csv").exists():
         return []
     with open(output / "refused.csv") as file:
-        return [(int(row["round"]), int(row["client"]), row["reason"]) for row in csv.DictReader(file)]
+        rows = [(int(row["round"]), int(row["client"]), row["reason"]) for row in csv.DictReader(file)]
+    return [row for row in rows if not row[2].startswith("capped: ")]
 
 
 def _is_the_run_without(trial: Trial, dropped: dict[int, set[int]]) -> bool:

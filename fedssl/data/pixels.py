@@ -25,7 +25,7 @@ _NARROWEST = 1e-200  # a window of one value is a step from 0 to 255 above it, a
 _VALUES_AT_A_TIME = 2**22
 _RESIZED_AT_A_TIME = 1024
 _OVERSHOOT = 0.1  # above 1, which resizing by cubic functions leaves in floats of [0, 1]
-_NEARLY_CONSTANT = 2  # of 255, between the darkest and the brightest pixel of a data set
+_NEARLY_CONSTANT = 2  # of 255, between the darkest and the brightest pixel of an image
 
 
 def apply_window(
@@ -138,7 +138,7 @@ def to_uint8(
             converted[name] = apply_window(array, floats)
         else:
             converted[name] = array.astype(np.uint8) * np.uint8(255 if array.dtype.kind == "b" else 1)
-        notify_of_constant(name, int(converted[name].min()), int(converted[name].max()))
+        notify_of_constant(name, [np.ptp(image) for image in converted[name]])
     return converted
 
 
@@ -168,12 +168,12 @@ def range_of_floats(arrays: Iterable[tuple[str, NDArray[Any]]]) -> Limits:
     return 0.0, 1.0
 
 
-def notify_of_constant(name: str, low: int, high: int) -> None:
-    """Tell that all pixels of a data set are nearly equal; `low` and `high` are its darkest and brightest, 0 to 255."""
-    if high - low <= _NEARLY_CONSTANT:
+def notify_of_constant(name: str, contrasts: Sequence[int]) -> None:
+    """Tell that most images are nearly of one colour; of each, its brightest pixel minus its darkest, 0 to 255."""
+    if np.median(contrasts) <= _NEARLY_CONSTANT:
         notify(
-            f"{name}: all pixels are from {low} to {high} of 255, from which nothing can be learned: set data.window "
-            "to the range of its values; in arrays, pixels of 0 and 1 need the type bool"
+            f"{name}: in most images all pixels are at most {_NEARLY_CONSTANT} of 255 apart, from which nothing can be "
+            "learned: set data.window to the range of its values; in arrays, pixels of 0 and 1 need the type bool"
         )
 
 

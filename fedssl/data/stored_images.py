@@ -467,7 +467,7 @@ def _decode(
     workers = os.cpu_count() or 1
     kept: list[int] = []
     hashes: list[int] = []
-    darkest, brightest = 255, 0
+    contrasts: list[int] = []
     last_line = time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         remaining, done = iter(readable), 0
@@ -481,12 +481,12 @@ def _decode(
                     store(pixels)
                     kept.append(index)
                     hashes.append(hash(pixels.tobytes()))
-                    darkest, brightest = min(darkest, int(pixels.min())), max(brightest, int(pixels.max()))
+                    contrasts.append(int(np.ptp(pixels)))
             done += len(chunk)
             if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
                 last_line = time.monotonic()
                 print(f"fedssl: decoding images: {done:,} of {len(readable):,}", file=sys.stderr, flush=True)
     if kept:
-        notify_of_constant(f"the images in {printable(os.path.commonpath(readable.values()))}", darkest, brightest)
+        notify_of_constant(f"the images in {printable(os.path.commonpath(readable.values()))}", contrasts)
         notify_of_copies(hashes, lambda row: str(readable[kept[row]]))
     return kept

@@ -94,7 +94,8 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
                 server, rows, missing = _round(federation, directory.server_state(), clients, number, observers)
             rows += _evaluate(federation, directory, number, server, clients, observers)
             directory.append_metrics(rows)
-            directory.append_refused(number, missing | reasons_in(server, REFUSED))
+            capped = {k: f"capped: {reason}" for k, reason in reasons_in(server, CAPPED).items()}
+            directory.append_refused(number, missing | reasons_in(server, REFUSED) | capped)
             directory.append_timing(number, time.perf_counter() - started)
             means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
             measured = means.get("view_retrieval") if recipe.evaluation.keeps_best else None

@@ -366,12 +366,6 @@ def _left_out_table(methods: Methods) -> PageTable | None:
             numbers: dict[tuple[int, str], list[int]] = {}
             for number, k, reason in run.refused:
                 numbers.setdefault((k, reason), []).append(number)
-            stated = {who: value for (_, who, metric), value in run.values.items() if metric == "images"}
-            for number, who, metric in run.values:
-                if metric == "capped":
-                    why = "guard.largest_share, guard.largest_influence"
-                    reason = f"it states {stated[who]:g} images, and counted by fewer ({why})"
-                    numbers.setdefault((int(who), reason), []).append(number)
             rows += [
                 (name, run.seed, k, _ranges(rounds), printable(reason))
                 for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1]))

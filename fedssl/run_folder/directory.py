@@ -6,7 +6,7 @@
     data_digests.json               SHA-256 of each client's images and of the test images: a run goes on with the same
     metrics.csv                     round,client,metric,value; client is a number, `global`, or `mean`
     timings.csv                     round,seconds (not in metrics.csv, which is the same on every machine)
-    refused.csv                     round,client,reason: answers that were left out, if any
+    refused.csv                     round,client,reason: answers that were left out, or (capped: ...) count by less
     history.csv                     the options that were changed when the run went on, if any
     spectrum.csv                    client,index,value: singular values of the final test representations
     tensorboard/                    the same metrics as TensorBoard events
@@ -124,7 +124,7 @@ class RunDirectory:
         self._append("timings.csv", ("round", "seconds"), [(round_number, f"{seconds:.3f}")])
 
     def append_refused(self, round_number: int, reasons: dict[int, str]) -> None:
-        """Append the answers that a round left out to refused.csv; `reasons` is by client."""
+        """Append the answers that a round left out or did not count in full to refused.csv; `reasons` is by client."""
         if reasons:
             rows = [(round_number, k, reason) for k, reason in reasons.items()]
             self._append("refused.csv", ("round", "client", "reason"), rows)

@@ -87,7 +87,8 @@ class FlowerClients:
         for k, content in contents.items():
             content["task"] = task = self._task(k, number, evaluate=evaluate)
             start: Any = task["start"]  # the last round of it that counted
-            reasons = [f"round {n}: {why}" for n, who, why in left_out if who == k and n > start]
+            mine = [(n, why) for n, who, why in left_out if who == k and n > start and not why.startswith("capped: ")]
+            reasons = [f"round {n}: {why}" for n, why in mine]
             task["left_out"] = reasons[-MOST_REASONS:]
         if self._accountant is not None:
             self._accountant.begin(number, contents)

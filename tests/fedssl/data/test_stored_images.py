@@ -185,11 +185,11 @@ def test_images_that_are_there_twice_are_told(folder, caplog):
     assert f"1 of 31 images have the pixels of an earlier one, such as {pair}: leave out" in caplog.text
 
 
-def test_image_files_that_are_all_nearly_black_are_told(tmp_path, caplog):
+def test_image_files_that_are_nearly_black_but_for_one_are_told(tmp_path, caplog):
     for number in range(3):
-        save_array(tmp_path / f"{number}.png", random_pixels(8, 8, seed=number) % 2)
+        save_array(tmp_path / f"{number}.png", random_pixels(8, 8, seed=number) % (2 if number else 255))
     load_dataset(options_of(tmp_path, None, labels=None), 0)
-    assert f"the images in {tmp_path}: all pixels are from 0 to 1 of 255" in caplog.text
+    assert f"the images in {tmp_path}: in most images all pixels are at most 2 of 255 apart" in caplog.text
 
 
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):

@@ -51,14 +51,6 @@ def test_the_table_has_clients_means_and_spread_over_seeds(tiny, tmp_path):
     assert clients[3][:4] == ["ours", "mean", "", "41.0 ± 0.0 → 63.0 ± 3.6"]
 
 
-def test_a_client_that_counted_by_fewer_images_than_it_states_is_named(tiny, tmp_path):
-    rows = [(1, "10", "images", 1e9), (1, "10", "capped", 1.0), (2, "10", "capped", 1.0), (1, "2", "images", 70.0)]
-    run = write_run(tmp_path / "a", tiny(name="a"), [*rows_of([1.0], [2.0]), *rows])
-    ((*where, reason),) = Page(write_report([run.path])).table("method", "seed", "client", "rounds")
-    assert where == ["a", "0", "10", "1, 2"]
-    assert reason.startswith("it states 1e+09 images, and counted by fewer")
-
-
 def test_a_global_model_has_one_row_and_architectures_repeat_over_the_clients(tiny, tmp_path):
     """One run has no spread; what its clients sent and received is summed."""
     rows = [(0, "global", "knn", 40.0), (1, "0", "loss", 3.0), (1, "mean", "loss", 3.0), (2, "global", "knn", 55.55)]

@@ -414,12 +414,19 @@ def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_hol
 
 
 def test_a_sites_log_says_what_it_sent_and_why_the_server_left_it_out(quick, tmp_path, capsys, monkeypatch):
-    """Client 1 sends NaN in two rounds, and client 2 is silent in the second; each is told its own reasons."""
+    """Client 1 sends NaN in two rounds, and client 2 is silent in the second; each is told its own reasons.
+
+    In the third round client 0 counts in part: the run's folder says why, and it is not told that it was left out.
+    """
     recipe = quick(**AVERAGED | SMALL, rounds=4)
     directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
     spoils = after_training(spoil)
     both: Prepare = lambda grid, patch: (spoils(grid, patch), silent(13)(grid, patch))  # noqa: E731
-    run_on(recipe, directory, grid, FaultsByRound(grid, {1: spoils, 2: both}))
+    far = after_training(lambda reply: [t.add_(5) for n, t in reply.tensors.items() if n.endswith("mean")], client=0)
+    run_on(recipe, directory, grid, FaultsByRound(grid, {1: spoils, 2: both, 3: far}))
+    number, client, reason = directory.read_refused()[-1]
+    assert (number, client) == (3, 0)
+    assert reason.startswith("capped: its running statistics do not count: online.encoder.")
     lines = capsys.readouterr().out.splitlines()
     told = [line.removeprefix("fedssl: this site ") for line in lines if "was left out" in line]
     reasons = ["round 1: online", "round 1: online", "round 2: online", "round 2: no answer within 100 s"]

@@ -1,0 +1,200 @@
+"""``python -m benchmarks.one_bad_site RECIPE ...``: what one bad site of five does to a run of ten rounds, by recipe.
+
+In this process, on scikit-learn's digits, with the guard as at sites. The runs of five and of four honest sites, with
+three seeds, say how far runs differ anyway. In the others the last site changes its answer in every round (seed 0).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import ROOT
+from fedssl.aggregators.weighted_mean import is_statistic
+from fedssl.evaluation.evaluate import evaluate_model
+from fedssl.federation import Federation, build_federation
+from fedssl.guard import CAPPED, REFUSED, reasons_in
+from fedssl.messages import Message
+from fedssl.recipe.reading import load_recipe
+
+FOLDER = ROOT / "benchmarks" / "results" / "one_bad_site"
+BAD, SITES, HONEST = 4, range(5), range(4)
+SEEDS = (0, 1, 2)
+RECIPES = ("fedbyol", "fedu2", "l_dawa", "fedca", "fedx", "fedema", "lw_fedssl", "hetero_ssfl")
+OVERRIDES = (
+    *("preset=none", "rounds=10", "device=cpu", "architectures=[small_convnet]", "augmentation={flip: 0}"),
+    "data={name: digits, train_limit: 400, test_limit: 700, public_holdout: 100}",
+    *("partition={name: iid, clients: 5}", "training={local_epochs: 1, batch_size: 32, learning_rate: 0.1}"),
+    *("evaluation={neighbors: 5, linear: {epochs: 100}}", "guard.largest_influence=0.5"),
+)
+HEADS = ("objective.output_features=32", "objective.hidden_features=64")
+MORE = {
+    "fedca": (*HEADS, "aggregators.2.epochs=5"),
+    "fedx": (),
+    "lw_fedssl": (*HEADS, "schedule={name: layer_wise, layers_per_stage: 2, rounds_per_stage: 5}"),
+}
+#: what a tensor of an answer becomes, from its name, its value and the server's
+Change = Callable[[str, Tensor, Tensor | None], Tensor]
+
+
+def _is_weight(name: str, tensor: Tensor) -> bool:
+    return name.startswith(("online.", "target.")) and not is_statistic(name, tensor)
+
+
+def _moved(factor: float) -> Change:
+    return lambda name, t, server: t if server is None or not _is_weight(name, t) else server + factor * (t - server)
+
+
+def _means(name: str, tensor: Tensor, server: Tensor | None) -> Tensor:
+    return 10 * tensor if name.endswith("running_mean") else tensor
+
+
+def _noisy(generator: torch.Generator) -> Change:
+    def change(name: str, tensor: Tensor, server: Tensor | None) -> Tensor:
+        if server is None or not _is_weight(name, tensor):
+            return tensor
+        noise = torch.randn(tensor.shape, generator=generator)
+        return tensor + 30 * noise * (tensor - server).norm() / noise.norm()
+
+    return change
+
+
+def _representations(change: Callable[[Tensor], Tensor]) -> Change:
+    return lambda name, t, server: change(t) if name.startswith(("representation.", "dictionary.")) else t
+
+
+def _permuted(generator: torch.Generator) -> Change:
+    return _representations(lambda rows: rows[torch.randperm(len(rows), generator=generator)])
+
+
+#: its answer is that of the run of five with seed 1
+ANOTHER = "another seed's answer"
+#: by name what the bad site makes of its answer
+CHANGES: dict[str, Callable[[], Change]] = {
+    "reversed": lambda: _moved(-1.0),
+    "reversed x4.9": lambda: _moved(-4.9),
+    "running means x10": lambda: _means,
+    "weights + noise 30x": lambda: _noisy(torch.Generator().manual_seed(9)),
+    "representations constant": lambda: _representations(lambda rows: rows[:1].repeat(len(rows), 1)),
+    "representations x1000": lambda: _representations(lambda rows: 1000 * rows),
+    "representations permuted": lambda: _permuted(torch.Generator().manual_seed(3)),
+}
+
+
+def _every_tensor(change: Change) -> Callable[[Message, Message, int], Message]:
+    def changed(server: Message, reply: Message, number: int) -> Message:
+        return replace(reply, tensors={n: change(n, t, server.tensors.get(n)) for n, t in reply.tensors.items()})
+
+    return changed
+
+
+def run(federation: Federation, sites: range, bad: Callable[[Message, Message, int], Message]) -> dict[str, Any]:
+    """Run all rounds; the accuracies, the honest sites' last loss, and in how many rounds the bad one was named."""
+    method, states = federation.method, [Message()] * len(SITES)
+    server, named = method.initial_state(), {REFUSED: 0, CAPPED: 0}
+    loss = 0.0
+    for number in range(0 if method.opening_round else 1, federation.recipe.rounds + 1):
+        opened = method.broadcast_opening if number == 0 else None
+        sent = opened(server, [*SITES]) if opened else method.broadcast(server, [*SITES], number)
+        replies = {}
+        for k in sites:
+            client = federation.client(k, states[k])
+            replies[k] = method.client_round(client, sent[k], number)
+            states[k] = federation.client_state(client, number)
+        loss = sum(replies[k].metrics.get("loss", 0.0) for k in HONEST) / len(HONEST)
+        if BAD in replies:
+            replies[BAD] = bad(server, replies[BAD], number)
+        server = method.aggregate(server, replies, number, {k: len(federation.client_rows[k]) for k in sites})
+        for kind in named:
+            assert not reasons_in(server, kind).keys() - {BAD}  # no honest site is ever named
+            named[kind] += len(reasons_in(server, kind))
+    if method.personal:
+        models = [federation.client(k, states[k]).model for k in HONEST]
+    else:
+        models = [method.load_global(server, lambda: federation.new_model(None))]
+    data, options = federation.dataset, federation.recipe.evaluation
+    measures = [evaluate_model(model, data, options, 0, linear=True)[0] for model in models]
+    knn, linear = (round(sum(m[name] for m in measures) / len(measures), 1) for name in ("knn", "linear"))
+    return {"knn": knn, "linear": linear, "loss": round(loss, 3), "refused": named[REFUSED], "capped": named[CAPPED]}
+
+
+def measure(name: str) -> dict[str, dict[str, Any]]:
+    """All runs of a recipe by name: `five 0` is that of five honest sites with seed 0."""
+    overrides = [*OVERRIDES, *MORE.get(name, HEADS)]
+    federations = {s: build_federation(load_recipe(name, [*overrides, f"seed={s}"])) for s in SEEDS}
+    others: dict[int, Message] = {}
+    runs = {}
+    for seed, federation in federations.items():
+        kept: dict[int, Message] = {}
+        runs[f"five {seed}"] = run(federation, SITES, lambda server, reply, n, kept=kept: kept.setdefault(n, reply))
+        runs[f"four {seed}"] = run(federation, HONEST, lambda server, reply, n: reply)
+        others = kept if seed == 1 else others
+    names = {name for reply in others.values() for name in reply.tensors}
+    for label, make in CHANGES.items():
+        what = ("representation.", "dictionary.") if label.startswith("representations") else "online."
+        if any(name.startswith(what) for name in names):
+            runs[label] = run(federations[0], SITES, _every_tensor(make()))
+    if any(name.startswith("online.") for name in names):
+        runs[ANOTHER] = run(
+            federations[0], SITES, lambda server, reply, n: replace(reply, tensors=reply.tensors | others[n].tensors)
+        )
+    print(json.dumps({name: runs}), flush=True)
+    return runs
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """The recipes as Markdown: kNN / linear accuracy in per cent, and in how many rounds the bad site was named."""
+    labels = [*CHANGES, ANOTHER]
+    lines = [
+        "# One bad site of five",
+        "",
+        "Written by `python -m benchmarks.one_bad_site`, whose first lines say what is done. kNN / linear accuracy in",
+        "per cent; r and c: rounds in which the answer was refused, or counted by less (capped).",
+        "",
+        f"| recipe | without it | {' | '.join(labels)} |",
+        "|---|---|" + "---|" * len(labels),
+    ]
+    for name, runs in results.items():
+        honest = [runs[f"{count} {seed}"] for count in ("five", "four") for seed in SEEDS]
+        spread = " / ".join(
+            f"{min(r[what] for r in honest):.1f} to {max(r[what] for r in honest):.1f}" for what in ("knn", "linear")
+        )
+        cells = [_cell(runs[label]) if label in runs else "-" for label in labels]
+        lines.append(f"| {name} | {spread} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(run: dict[str, Any]) -> str:
+    named = ", ".join(f"{kind[0]} {run[kind]}" for kind in ("refused", "capped") if run[kind])
+    return f"{run['knn']:.1f} / {run['linear']:.1f}; {named or 'not named'}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_bad_site", description=__doc__)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)} (default: all)")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="folder of README.md and results.json")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.recipes if name not in RECIPES]:
+        parser.error(f"unknown recipe {unknown[0]}: expected {', '.join(RECIPES)}")
+    torch.set_num_threads(1)
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / "results.json"
+    for name in options.recipes or RECIPES:
+        results = json.loads(file.read_text()) if file.exists() else {}
+        results[name] = measure(name)
+        results = {known: results[known] for known in RECIPES if known in results}
+        file.write_text(json.dumps(results, indent=1) + "\n")
+        (options.output / "README.md").write_text(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
