@@ -34,12 +34,8 @@ class Run:
         class_counts: training images per client and class, [clients, classes]; empty without a partition.
         history: the options that were changed when the run went on, one mapping each: `option`, `before`, `after`, the
             `round` that was the last one then, `when`, and the `version` of fedssl; see `fedssl.resume`.
-<<<<<<< HEAD
-        refused: round, client and reason of each answer that was left out or is missing.
-        seconds: what all rounds have taken, evaluations included.
-=======
         refused: round, client and reason of each answer that was left out, is missing, or did not count in full.
->>>>>>> helper-A
+        seconds: what all rounds have taken, evaluations included.
     """
 
     path: Path
