@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,11 @@ def run(federation: Federation, sites: range, bad: Callable[[Message, Message, i
     return {"knn": knn, "linear": linear, "loss": round(loss, 3), "refused": named[REFUSED], "capped": named[CAPPED]}
 
 
+def _keep(kept: dict[int, Message], server: Message, reply: Message, number: int) -> Message:
+    """Answer as it is, and remember the answer of each round."""
+    return kept.setdefault(number, reply)
+
+
 def measure(name: str) -> dict[str, dict[str, Any]]:
     """All runs of a recipe by name: `five 0` is that of five honest sites with seed 0."""
     overrides = [*OVERRIDES, *MORE.get(name, HEADS)]
@@ -134,7 +140,7 @@ def measure(name: str) -> dict[str, dict[str, Any]]:
     runs = {}
     for seed, federation in federations.items():
         kept: dict[int, Message] = {}
-        runs[f"five {seed}"] = run(federation, SITES, lambda server, reply, n, kept=kept: kept.setdefault(n, reply))
+        runs[f"five {seed}"] = run(federation, SITES, partial(_keep, kept))
         runs[f"four {seed}"] = run(federation, HONEST, lambda server, reply, n: reply)
         others = kept if seed == 1 else others
     names = {name for reply in others.values() for name in reply.tensors}

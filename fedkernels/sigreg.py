@@ -50,9 +50,9 @@ def sigreg(rows: Tensor, directions: Tensor, *, points: int = 17, limit: float =
 
 
 class Rule(NamedTuple):
-    """The points of the integral that are above 0: k * step for k from 1 to count."""
+    """The points of the integral that are above 0: k * step for k from 1 to half."""
 
-    count: int
+    half: int
     step: float
 
 
@@ -72,17 +72,17 @@ def check(rows: Tensor, directions: Tensor, points: int, limit: float) -> Rule:
 
 
 def sums(rows: Tensor, directions: Tensor, rule: Rule) -> Tensor:
-    """The sums over rows of cosines and sines of the projections times each point, float64 [2, count, S]."""
+    """The sums over rows of cosines and sines of the projections times each point, float64 [2, half, S]."""
     dtype = compute_dtype(rows, directions)
     with no_autocast(rows):
         along = F.normalize(directions.detach().to(dtype), dim=0)
-        found: Tensor = _Sums.apply(rows.to(dtype) @ along, rule)
+        found: Tensor = _Sums.apply(rows.to(dtype), along, rule)
         return found
 
 
 def statistic(sums: Tensor, count: Tensor | int, rule: Rule) -> Tensor:
     """The mean statistic, float64 [], of the sums over `count` rows."""
-    t = rule.step * torch.arange(1, rule.count + 1, dtype=torch.float64, device=sums.device)
+    t = rule.step * torch.arange(1, rule.half + 1, dtype=torch.float64, device=sums.device)
     wanted = (-t.square() / 2).exp()
     weights = 2 * rule.step * wanted  # of both signs of a point
     weights[-1] /= 2
@@ -93,10 +93,11 @@ def statistic(sums: Tensor, count: Tensor | int, rule: Rule) -> Tensor:
 
 class _Sums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, projections: Tensor, rule: Rule) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, along: Tensor, rule: Rule) -> Tensor:
+        projections = rows @ along
         ctx.rule = rule
-        ctx.save_for_backward(projections)
-        found = projections.new_zeros((2, rule.count, projections.shape[1]), dtype=torch.float64)
+        ctx.save_for_backward(projections, along)
+        found = projections.new_zeros((2, rule.half, projections.shape[1]), dtype=torch.float64)
         for part in _parts(projections):
             for k, (cosine, sine) in enumerate(_turns(part, rule)):
                 found[0, k] += cosine.sum(0, dtype=torch.float64)
@@ -105,16 +106,17 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (projections,) = ctx.saved_tensors
-        t = ctx.rule.step * torch.arange(1, ctx.rule.count + 1, dtype=torch.float64, device=grad.device)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        projections, along = ctx.saved_tensors
+        t = ctx.rule.step * torch.arange(1, ctx.rule.half + 1, dtype=torch.float64, device=grad.device)
         of_cosines, of_sines = (grad * t[:, None]).to(projections.dtype)
         result = torch.empty_like(projections)
         for part, to in zip(_parts(projections), _parts(result), strict=True):
             to.zero_()
             for k, (cosine, sine) in enumerate(_turns(part, ctx.rule)):
                 to.addcmul_(cosine, of_sines[k]).addcmul_(sine, of_cosines[k], value=-1)
-        return result, None
+        with no_autocast(result):
+            return result @ along.T, None, None
 
 
 def _parts(projections: Tensor) -> tuple[Tensor, ...]:
@@ -126,7 +128,7 @@ def _turns(projections: Tensor, rule: Rule) -> Any:
     angles = projections * rule.step
     cosine, sine = first = angles.cos(), angles.sin()
     yield first
-    for _ in range(rule.count - 1):
+    for _ in range(rule.half - 1):
         cosine, sine = (
             (cosine * first[0]).addcmul_(sine, first[1], value=-1),
             (sine * first[0]).addcmul_(cosine, first[1]),

@@ -41,7 +41,7 @@ def sigreg(
     rule = check(rows, directions, points, limit)
     ranks = named_group(name_of_group(group))
     dtype = compute_dtype(rows, directions)
-    numbers = [*rows.shape, directions.shape[1], rule.count, rule.step, float(dtype == torch.float64)]
+    numbers = [*rows.shape, directions.shape[1], rule.half, rule.step, float(dtype == torch.float64)]
     own = torch.tensor([numbers], dtype=torch.float64).to(rows.device)
     everyones = own.new_empty(ranks.size(), own.shape[1])
     all_gather(everyones, own, group=ranks)

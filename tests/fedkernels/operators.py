@@ -491,7 +491,7 @@ OF_SERVER_AND_CLIENTS = {
 }
 
 OPERATORS = OF_CONTRASTIVE | OF_SIMILARITIES | OF_PLANS | OF_SERVER_AND_CLIENTS
-# What else is public, and is no function of tensors.
+# What else is public, and is no operator.
 OTHERS = {
     "CKAAccumulator": "a state: test_accumulate_cka.py",
     "GradientCache": "two passes around any loss: test_gradient_cache.py",
@@ -504,6 +504,7 @@ OTHERS = {
     "ViewParameters": "what view_parameters returns",
     "build_info": "tells what is compiled",
     "self_test": "tests the others",
+    "sigreg": "plain PyTorch, without a compiled operator: test_sigreg.py",
 }
 PATHS = {f"{name}, {path}" if path else name: one for name in OPERATORS for path, one in OPERATORS[name].paths.items()}
 DIFFERENTIABLE = [name for name, path in PATHS.items() if not path.no_gradient and name != "unbalanced_ot_plan"]

@@ -64,6 +64,19 @@ def test_neither_order_nor_length_matters():
     torch.testing.assert_close(sigreg(rows.flip(0), 7 * directions), value, rtol=1e-13, atol=0)
 
 
+def test_autocast_changes_nothing():
+    rows, directions = randn(30, 5).float(), randn(5, 4, seed=1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = with_gradient(sigreg, rows, directions)
+    assert all(map(torch.equal, found, with_gradient(sigreg, rows, directions)))
+
+
+def test_is_compiled_as_one_graph():
+    rows, directions = randn(30, 5).float(), randn(5, 4, seed=1).float()
+    compiled = torch.compile(sigreg, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(with_gradient(compiled, rows, directions), with_gradient(sigreg, rows, directions))
+
+
 def test_nan_comes_out():
     rows = torch.ones(4, 3)
     rows[2, 1] = torch.nan

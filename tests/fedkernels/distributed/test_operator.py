@@ -19,7 +19,7 @@ def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-LOSSES = {name: getattr(distributed, name) for name in distributed.__all__}
+LOSSES = {name: getattr(distributed, name) for name in distributed.__all__ if name != "sigreg"}  # of pairs
 # Of one pair of inputs, as the others: the first rows with labels, each of which two rows have or none.
 LOSSES["supervised_contrastive_loss"] = lambda first, second, *given, **options: (
     distributed.supervised_contrastive_loss(

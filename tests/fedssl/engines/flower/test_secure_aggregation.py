@@ -75,9 +75,9 @@ def states(monkeypatch) -> list[Message]:
     committed: list[Message] = []
     real = RunDirectory.commit
 
-    def note(directory, number, server, finished, keep):
+    def note(directory, number, server, *others):
         committed.append(server.copy())
-        real(directory, number, server, finished, keep)
+        real(directory, number, server, *others)
 
     monkeypatch.setattr(RunDirectory, "commit", note)
     return committed
