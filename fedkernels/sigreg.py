@@ -14,7 +14,7 @@ _CHUNK = 1 << 18  # projections at a time: their cosines and sines stay in a sec
 
 
 def sigreg(rows: Tensor, directions: Tensor, *, points: int = 17, limit: float = 5.0) -> Tensor:
-    """Sketched isotropic Gaussian regularisation of B representations: 0 for a standard normal distribution.
+    """SIGReg of B representations: near 1 where they are samples of a standard normal distribution, else larger.
 
     ``mean_s B * integral |phi_s(t) - exp(-t^2 / 2)|^2 exp(-t^2 / 2) dt`` with ``phi_s(t) = mean_i exp(i t x_i . a_s)``
 
