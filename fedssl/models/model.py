@@ -178,3 +178,9 @@ def mlp_head(
     if last_batch_norm:
         modules.append(nn.BatchNorm1d(out_features, affine=False))
     return nn.Sequential(*modules)
+
+
+def with_projector(encoder: nn.Module, hidden_features: int, out_features: int, layers: int) -> Model:
+    """Return the model of an encoder and a projector alone, an `mlp_head`."""
+    width: int = encoder.num_features  # type: ignore[assignment]
+    return Model({"encoder": encoder, "projector": mlp_head(width, hidden_features, out_features, layers)})

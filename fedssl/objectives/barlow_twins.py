@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..models.model import Model, mlp_head
+from ..models.model import Model, with_projector
 from .base import Objective, Step
 
 
@@ -44,9 +44,7 @@ class BarlowTwins(Objective):
     off_diagonal_weight: float = Field(5e-3, ge=0, description="lambda; weight of the correlations to be removed")
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
-        width: int = encoder.num_features  # type: ignore[assignment]
-        projector = mlp_head(width, self.hidden_features, self.output_features, layers=3)
-        return Model({"encoder": encoder, "projector": projector})
+        return with_projector(encoder, self.hidden_features, self.output_features, layers=3)
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)

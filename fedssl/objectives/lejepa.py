@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedkernels import sigreg
 
-from ..models.model import Model, mlp_head
+from ..models.model import Model, with_projector
 from .base import Objective, Step
 
 
@@ -31,9 +31,7 @@ class LeJEPA(Objective):
     directions: int = Field(1024, ge=1, description="random directions along which each step compares")
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
-        width: int = encoder.num_features  # type: ignore[assignment]
-        projector = mlp_head(width, self.hidden_features, self.output_features, layers=3)
-        return Model({"encoder": encoder, "projector": projector})
+        return with_projector(encoder, self.hidden_features, self.output_features, layers=3)
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)

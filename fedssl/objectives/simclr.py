@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fedkernels import nt_xent
 
-from ..models.model import Model, mlp_head
+from ..models.model import Model, with_projector
 from .base import Objective, Step
 
 
@@ -26,9 +26,7 @@ class SimCLR(Objective):
     temperature: float = Field(0.5, gt=0, description="divides the cosine similarities")
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
-        width: int = encoder.num_features  # type: ignore[assignment]
-        projector = mlp_head(width, self.hidden_features, self.output_features, self.projector_layers)
-        return Model({"encoder": encoder, "projector": projector})
+        return with_projector(encoder, self.hidden_features, self.output_features, self.projector_layers)
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)

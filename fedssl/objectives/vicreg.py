@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..models.model import Model, mlp_head
+from ..models.model import Model, with_projector
 from .base import Objective, Step
 
 #: below the square root of a variance; epsilon of Eq. 2, as in the released code
@@ -59,9 +59,7 @@ class VICReg(Objective):
     covariance_weight: float = Field(1.0, ge=0, description="nu; weight of the covariances of different features")
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
-        width: int = encoder.num_features  # type: ignore[assignment]
-        projector = mlp_head(width, self.hidden_features, self.output_features, layers=3)
-        return Model({"encoder": encoder, "projector": projector})
+        return with_projector(encoder, self.hidden_features, self.output_features, layers=3)
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)
