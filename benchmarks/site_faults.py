@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.measure import ROOT
 from benchmarks.resident_memory import status
+from fedssl.guard import TOLD_CAPPED
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from tests.fedssl.engines.flower.deployment import Deployment, marked, poll
@@ -230,7 +231,7 @@ def left_out(output: Path) -> list[tuple[int, int, str]]:
         return []
     with open(output / "refused.csv") as file:
         rows = [(int(row["round"]), int(row["client"]), row["reason"]) for row in csv.DictReader(file)]
-    return [row for row in rows if not row[2].startswith("capped: ")]
+    return [row for row in rows if not row[2].startswith(TOLD_CAPPED)]
 
 
 def _is_the_run_without(trial: Trial, dropped: dict[int, set[int]]) -> bool:

@@ -27,6 +27,7 @@ from .outliers import outliers
 REFUSED = "refused/"
 #: why a client counts by fewer images in the last round than it states: `capped/3` in the config
 CAPPED = "capped/"
+TOLD_CAPPED = "capped: "  # how the reason begins in refused.csv
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric
 _NEVER_NEGATIVE = (".running_var", ".num_batches_tracked")  # a square root is taken of the first; the second counts

@@ -32,7 +32,7 @@ from torch import Tensor
 from ...aggregators.base import PROJECTION
 from ...errors import UserError
 from ...federation import Federation, build_federation, require_same_data
-from ...guard import capped_images
+from ...guard import TOLD_CAPPED, capped_images
 from ...messages import Message
 from ...recipe.overrides import flatten_keys
 from ...recipe.reading import load_recipe, load_stored_recipe
@@ -87,7 +87,7 @@ class FlowerClients:
         for k, content in contents.items():
             content["task"] = task = self._task(k, number, evaluate=evaluate)
             start: Any = task["start"]  # the last round of it that counted
-            mine = [(n, why) for n, who, why in left_out if who == k and n > start and not why.startswith("capped: ")]
+            mine = [(n, why) for n, who, why in left_out if who == k and n > start and not why.startswith(TOLD_CAPPED)]
             reasons = [f"round {n}: {why}" for n, why in mine]
             task["left_out"] = reasons[-MOST_REASONS:]
         if self._accountant is not None:
