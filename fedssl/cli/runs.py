@@ -123,7 +123,8 @@ def run(
         found = f"round {kept.round}, {kept.value:.1f} % of views find their image"
         print_text(f"The best models are kept ({found}): fedssl export {quoted(path)} FOLDER --best")
     if encoder is not None:
-        _export(path, encoder, None, False, (), trust or resume is None)
+        best = not directory.checkpoint.finished  # a run that got no better has ended
+        _export(path, encoder, None, False, (), trust or resume is None, best)
         print_next("embed", encoder, _images_of(path), "--output", "features.npz")
     else:
         print_next("report", path)

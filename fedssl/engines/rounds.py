@@ -19,7 +19,7 @@ from ..errors import UserError, memory_sentence
 from ..evaluation.evaluate import evaluate_downstream, evaluate_model, pixel_accuracies, sample_sentence
 from ..evaluation.verdict import too_short
 from ..federation import Federation
-from ..guard import CAPPED, REFUSED, reasons_in
+from ..guard import CAPPED, REFUSED, TOLD_CAPPED, reasons_in
 from ..messages import Message
 from ..models.encoders import stem_sentence
 from ..models.model import Model
@@ -94,11 +94,11 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
                 server, rows, missing = _round(federation, directory.server_state(), clients, number, observers)
             rows += _evaluate(federation, directory, number, server, clients, observers)
             directory.append_metrics(rows)
-            capped = {k: f"capped: {reason}" for k, reason in reasons_in(server, CAPPED).items()}
+            capped = {k: f"{TOLD_CAPPED}{reason}" for k, reason in reasons_in(server, CAPPED).items()}
             directory.append_refused(number, missing | reasons_in(server, REFUSED) | capped)
             directory.append_timing(number, time.perf_counter() - started)
             means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
-            measured = means.get("view_retrieval") if recipe.evaluation.keeps_best else None
+            measured = means.get("view_retrieval") if recipe.evaluation.keeps_best and number > 0 else None
             finished, personal = number == recipe.rounds, federation.method.personal
             directory.commit(number, server, finished, recipe.checkpoints, measured, personal)
             observers.round_ended(number, rows)
