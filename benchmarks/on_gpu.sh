@@ -47,7 +47,9 @@ prepare() {
   for wheel in build/gpu/wheels/*.whl; do $python -m zipfile -e "$wheel" "$work/site"; done
   cp build/gpu/fedkernels/_C* fedkernels/ || exit 2
   export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$PWD:${PYTHONPATH:+$PYTHONPATH:}$work/site PYTHONUNBUFFERED=1
-  export OMP_NUM_THREADS=2
+  export OMP_NUM_THREADS=2 TQDM_DISABLE=1
+  # POT would import each of these, and JAX would take three quarters of the card's memory.
+  export POT_BACKEND_DISABLE_JAX=1 POT_BACKEND_DISABLE_CUPY=1 POT_BACKEND_DISABLE_TENSORFLOW=1
   if [ $device = cuda ]; then
     export FEDKERNELS_GPU=1 # a test that finds no GPU fails and is not skipped
     nvidia-smi >"$out/card.txt" || exit 2
