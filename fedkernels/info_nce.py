@@ -5,12 +5,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedkernels.internal import checks, contrastive, contrastive_one_tile, native
+from fedkernels.internal import checks, contrastive, contrastive_cuda, contrastive_one_tile, native
 from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference._reduce import reduce
 from fedkernels.reference.info_nce import info_nce as _reference
+
+_MANY_PAIRS = 6 << 20  # below, what calls the kernel that forms its products itself takes longer than that kernel saves
 
 
 def info_nce(
@@ -48,7 +50,7 @@ def info_nce(
         excluded: bool [B, N + M]: pairs that are left out where it is True.
         recompute: form the gradients in the backward pass, from the logits once more. Usually they are formed with the
             loss, while the logits are at hand, and wait in float32 or wider (on CUDA the weights of all pairs wait, if
-            they fit into 24 MB). This saves that memory for one product of
+            they fit into 256 MB). This saves that memory for one product of
             B x N x d in addition to two or three, on CUDA one more where an input has 16 bits: its gradient then has
             no float32 sums of all rows. For B = N = 65,536 this takes less than 64 MB beside the gradients.
 
@@ -80,8 +82,10 @@ def info_nce(
     leaves_out = labels is not None or excluded is not None
     if leaves_out:
         _check_left_out(labels, excluded, query, key)
+    plain = not (leaves_out or isinstance(positives, Tensor) or isinstance(temperature, Tensor))
     if (
         not (recompute or isinstance(positives, Tensor))
+        and not (plain and _one_kernel_is_faster(query, key))
         and contrastive_one_tile.serves(query, key, reduction, rows * keys)
         and contrastive.operator("info_nce", query, key, temperature) is not None
     ):
@@ -105,6 +109,13 @@ def info_nce(
         return _reference(query, key, temperature, reduction)
     result: Tensor = operator(query.contiguous(), key.contiguous(), temperature, reduction, *wanted)[0]
     return result
+
+
+def _one_kernel_is_faster(query: Tensor, key: Tensor) -> bool:
+    """Is there a kernel that forms its products itself, for more pairs than its launch takes the host?"""
+    if not query.is_cuda or needs_gradient(key) or query.shape[0] * key.shape[0] < _MANY_PAIRS:
+        return False
+    return contrastive_cuda.in_one(query, key)
 
 
 def _by_similarities(

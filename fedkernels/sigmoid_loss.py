@@ -64,7 +64,7 @@ def sigmoid_loss(
         return contrastive_one_tile.value(loss, image, text, logit_scale, logit_bias)
     if operator is not None and image.is_cuda:  # there 16-bit rows stay what they are
         scale, bias = (contrastive.scalar(one, image) for one in numbers)
-        wanted = needs_gradient(image) or needs_gradient(scale), needs_gradient(text)
+        wanted = any(map(needs_gradient, (image, scale, bias))), needs_gradient(text)
         operator = torch.ops.fedkernels.scaled_sigmoid_loss
         total: Tensor = operator(image.contiguous(), text.contiguous(), *wanted, scale, bias)[0]
     else:

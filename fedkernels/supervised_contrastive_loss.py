@@ -55,7 +55,8 @@ def supervised_contrastive_loss(
     name = "nt_xent" if in_halves else "similarity_logsumexp"
     if rows == 1 or operator(name, features, features, temperature) is None:
         return _reference(features, labels, temperature, reduction)
-    if contrastive_one_tile.serves(features, features, reduction, rows**2):
+    few = rows**2 <= contrastive_one_tile.MOST_WITH_CLASSES
+    if few and contrastive_one_tile.serves(features, features, reduction, rows**2):
         loss = contrastive_one_tile.Loss("supervised_contrastive_loss", symmetric=True, divides=True)
         loss = loss._replace(divisor=0.0 if reduction == "mean" else 1.0)
         return contrastive_one_tile.value(loss, features, None, temperature, classes=labels)

@@ -72,33 +72,31 @@ def finite(name: str, value: object, expected: str = "a Python number") -> float
     return float(checked)
 
 
-def number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
+def number_or_tensor(name: str, value: object, device: torch.device, *, above_zero: bool = False) -> float | Tensor:
     """`value` is a finite number, or a floating tensor of one entry on `device`.
 
-    Returns a tensor as a scalar of float32 or wider. A scalar may also be on the CPU, as torch's operators take it.
-    The entry of a tensor is not looked at.
+    Returns a tensor as a scalar of float32 or wider on `device`. The scalar that is given may also be on the CPU, as
+    torch's operators take it. An entry that must be positive is looked at where that costs nothing: on the CPU, eagerly.
     """
-    if isinstance(value, Tensor):
-        floating(name, value)
-        if value.numel() != 1:
-            raise ValueError(f"{name} must be a number or a tensor of one entry, got shape {list(value.shape)}")
-        if value.device != device and (value.ndim > 0 or value.device.type != "cpu"):
-            raise ValueError(f"{name} must be on the device of the rows ({device}), got {value.device}")
-        value = value.reshape(()) if value.ndim else value  # a view is one more step of the backward pass
-        return value.float() if value.dtype.itemsize == 2 else value
-    return finite(name, value, _NUMBER_OR_TENSOR)
+    if not isinstance(value, Tensor):
+        return (positive if above_zero else finite)(name, value, _NUMBER_OR_TENSOR)
+    floating(name, value)
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be a number or a tensor of one entry, got shape {list(value.shape)}")
+    if value.device != device and (value.ndim > 0 or value.device.type != "cpu"):
+        raise ValueError(f"{name} must be on the device of the rows ({device}), got {value.device}")
+    if above_zero and has_values(value) and not 0 < float(value.detach()) < float("inf"):
+        raise ValueError(f"{name} must be positive and finite, got {short(float(value.detach()))}")
+    value = value.reshape(()) if value.ndim else value  # a view is one more step of the backward pass
+    value = value if value.device == device else value.to(device)
+    return value.float() if value.dtype.itemsize == 2 else value
 
 
 def positive_number_or_tensor(name: str, value: object, device: torch.device) -> float | Tensor:
-    """The same for a positive number. A tensor's entry is looked at where that costs nothing: on the CPU, eagerly."""
+    """The same for a positive number."""
     if type(value) is float and 0 < value <= sys.float_info.max:
         return value
-    if not isinstance(value, Tensor):
-        return positive(name, value, _NUMBER_OR_TENSOR)
-    value = cast(Tensor, number_or_tensor(name, value, device))
-    if has_values(value) and not 0 < float(value.detach()) < float("inf"):
-        raise ValueError(f"{name} must be positive and finite, got {short(float(value.detach()))}")
-    return value
+    return number_or_tensor(name, value, device, above_zero=True)
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """The contrastive losses on CUDA: torch's BLAS forms the products, csrc/cuda/contrastive_tiles.cu the rest.
 
-The logits of all pairs are formed in tiles that stay in the second-level cache. A first pass joins their log-sum-exps
+The logits of all pairs are formed in tiles. A first pass joins their log-sum-exps
 over the keys and, where they are wanted, over the queries. A second pass forms the tiles again; the weights of a tile's
 pairs take the logits' place, and two more products make gradients of them. Where a tile holds all keys of its queries,
 one pass does both. Tiles depend on shapes and dtypes only.
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
-TILE_BYTES = 24 << 20  # of a tile's logits: half of an H100's second-level cache, for the weights lie beside them
+# Of a tile's logits. Large tiles are faster, though they do not stay in the second-level cache: see csrc/cuda/README.md.
+# Where gradients are formed in the backward pass, which is asked for to save memory, half of that cache is enough.
+TILE_BYTES, LEAN_TILE_BYTES = 256 << 20, 24 << 20
 _TILE_ROWS = 2048
 # Tiles of all keys have at least so many rows, or all: with fewer, reading the keys takes longer than multiplying them,
 # and so does reading and writing their gradient. These, and the widths of one kernel, are modelled in csrc/README.md.
@@ -43,6 +45,7 @@ class _Pairs(NamedTuple):
     excluded: Tensor | None = None
     leave_out_self: bool = False
     factor: Tensor | None = None  # float64 [] on the device: what the logits are multiplied with beside `scale`
+    lean: bool = False
 
     @property
     def sums(self) -> torch.dtype:
@@ -51,6 +54,11 @@ class _Pairs(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         return sum(map(len, self.queries)), sum(map(len, self.keys))
+
+    @property
+    def of_a_tile(self) -> int:
+        """How many entries a tile may have."""
+        return (LEAN_TILE_BYTES if self.lean else TILE_BYTES) // self.sums.itemsize
 
     def place(self, first: int, first_key: int) -> list[int]:
         """What the kernels take of a tile that begins with this query and this key."""
@@ -70,7 +78,7 @@ def _holds_all_keys(pairs: _Pairs, key_gradient: bool) -> bool:
     """Does a tile hold all keys of its queries?"""
     queries, keys = pairs.shape
     fewest = _FEWEST_ROWS_OF_KEY_GRADIENT if key_gradient else _FEWEST_ROWS
-    return TILE_BYTES // pairs.sums.itemsize // keys >= min(queries, fewest)
+    return pairs.of_a_tile // keys >= min(queries, fewest)
 
 
 class _Tiles:
@@ -78,7 +86,7 @@ class _Tiles:
 
     def __init__(self, pairs: _Pairs, key_gradient: bool, weights: bool) -> None:
         queries, keys = pairs.shape
-        entries = TILE_BYTES // pairs.sums.itemsize
+        entries = pairs.of_a_tile
         all_keys = _holds_all_keys(pairs, key_gradient)
         self.rows = min(entries // keys if all_keys else _TILE_ROWS, queries)
         self.columns = keys if all_keys else min(entries // _TILE_ROWS, keys)
@@ -322,7 +330,7 @@ def _reduced(losses: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
     return value.to(dtype)
 
 
-def _in_one(query: Tensor, key: Tensor) -> bool:
+def in_one(query: Tensor, key: Tensor) -> bool:
     """Does the kernel that forms its products itself serve? It is for the query's gradient alone."""
     width = query.shape[1]
     if query.dtype != key.dtype or query.dtype.itemsize != 2 or width > _WIDEST_IN_ONE:
@@ -351,7 +359,7 @@ def info_nce(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, later = compute_dtype(query, key), reduction == "none" and key_gradient
     query_gradient, key_gradient = query_gradient and not later, key_gradient and not later
-    if not key_gradient and _in_one(query, key):
+    if not key_gradient and in_one(query, key):
         rows = (_padded(one) for one in (query, key))
         losses, of_query = _ops.contrastive_in_one(*rows, temperature, query_gradient)
         of_query = of_query[:, : query.shape[1]].contiguous() if query_gradient else of_query.new_empty(0)
@@ -360,7 +368,8 @@ def info_nce(
         one.new_empty(one.shape if wanted else 0, dtype=dtype)
         for one, wanted in ((query, query_gradient), (key, key_gradient))
     )
-    pairs = _Pairs([query], [key], _multiplied(query, key), 1 / temperature, shift=0)
+    lean = not (query_gradient or key_gradient)
+    pairs = _Pairs([query], [key], _multiplied(query, key), 1 / temperature, shift=0, lean=lean)
     results = _no_results(pairs)
     with no_autocast(query):
         if query_gradient or key_gradient:
@@ -380,7 +389,7 @@ def info_nce_gradients(
     query_gradient: bool,
     key_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    pairs = _Pairs([query], [key], _multiplied(query, key), 1 / temperature, shift=0)
+    pairs = _Pairs([query], [key], _multiplied(query, key), 1 / temperature, shift=0, lean=True)
     results, (weights, unit) = _no_results(pairs), in_units(weights)
     of_query = query.new_empty(query.shape if query_gradient else 0)
     of_key = key.new_empty(key.shape if key_gradient else 0)

@@ -6,6 +6,7 @@ torch.library registers take longer to call than all of this.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from fedkernels.internal import contrastive_cuda
 from fedkernels.internal.autograd import is_batched, is_without_data, refuse_second_derivative
-from fedkernels.reference._precision import compute_dtype
+from fedkernels.reference._precision import compute_dtype, no_autocast
 
 _ops = torch.ops.fedkernels
 
@@ -32,6 +33,9 @@ class Loss(NamedTuple):
 
 
 NOTHING = (None, None, None)  # is left out
+
+
+MOST_WITH_CLASSES = 6 << 20  # pairs: each entry of a gradient looks through all rows for those of its class
 
 
 def serves(query: Tensor, key: Tensor, reduction: str, pairs: int) -> bool:
@@ -67,8 +71,14 @@ def value(
         number, scale = 1 / scale if loss.divides else scale, None
     if bias is not None and not isinstance(bias, Tensor):
         bias = query.new_full((), bias, dtype=torch.float64)
-    result: Tensor = _OneTile.apply(query, key, scale, bias, loss, number, left_out, classes)
+    with _without_autocast(query):
+        result: Tensor = _OneTile.apply(query, key, scale, bias, loss, number, left_out, classes)
     return result
+
+
+def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """A region in which torch multiplies as it is told. Entering one takes the host longer than looking."""
+    return no_autocast(tensor) if torch.is_autocast_enabled("cuda") else nullcontext()
 
 
 class _OneTile(torch.autograd.Function):
@@ -109,9 +119,10 @@ class _OneTile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return (*_Gradients.apply(ctx, grad, *ctx.saved_tensors), *_NO_GRADIENTS)
-        return (*_gradients(ctx, grad), *_NO_GRADIENTS)
+        with _without_autocast(grad):
+            if torch.is_grad_enabled():
+                return (*_Gradients.apply(ctx, grad, *ctx.saved_tensors), *_NO_GRADIENTS)
+            return (*_gradients(ctx, grad), *_NO_GRADIENTS)
 
 
 _NO_GRADIENTS = (None,) * 4  # of what is no tensor

@@ -320,7 +320,7 @@ def no_operator(*_):
 
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, BF16)], ids=str)
 @pytest.mark.parametrize("name", contrastive_cuda.OPERATORS)
-def test_less_than_64_MB_beside_the_results(monkeypatch, name, dtypes):
+def test_a_tile_with_its_weights_and_100_MB_beside_the_results(monkeypatch, name, dtypes):
     """Of 32,768 queries and keys on the meta device, which has sizes and computes nothing."""
     names = native.CONTRASTIVE_PARTS
     monkeypatch.setattr(contrastive_cuda, "_ops", SimpleNamespace(**dict.fromkeys(names, no_operator)))
@@ -344,4 +344,5 @@ def test_less_than_64_MB_beside_the_results(monkeypatch, name, dtypes):
     with LiveBytes([first, second, vector]) as live:
         results = contrastive_cuda.OPERATORS[name](first, second, *arguments)
     results = results if isinstance(results, tuple) else (results,)
-    assert live.most - sum(one.untyped_storage().nbytes() for one in results) < 64e6
+    tile = contrastive_cuda.LEAN_TILE_BYTES if name == "info_nce_gradients" else contrastive_cuda.TILE_BYTES
+    assert live.most - sum(one.untyped_storage().nbytes() for one in results) < 1.5 * tile + 100e6  # nt_xent joins its rows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fedkernels
-from fedkernels.internal import native
+from fedkernels.internal import native, transport_warnings
 from tests.fedkernels.operators import OPERATORS
 
 FUNCTIONS = {name: getattr(fedkernels, name) for name in OPERATORS}
@@ -48,6 +48,8 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     elif request.node.get_closest_marker("gpu"):
         need_gpu()
     if wanted == "cuda":
+        # So no later call, perhaps of another test, is told of an earlier one.
+        monkeypatch.setattr(transport_warnings, "_is_captured", lambda gpu: True)
         for name, function in FUNCTIONS.items():
             for module in (fedkernels, fedkernels.nn, request.module):
                 if getattr(module, name, None) is function:
@@ -67,6 +69,11 @@ def need_gpu() -> None:
         if os.environ.get("FEDKERNELS_GPU") == "1":
             pytest.fail("FEDKERNELS_GPU=1, but torch finds no CUDA device")
         pytest.skip("no CUDA device")
+
+
+def is_on_gpu(request: pytest.FixtureRequest) -> bool:
+    """Does this case of a test run the operators on a GPU?"""
+    return getattr(request.node, "callspec", None) is not None and request.node.callspec.params.get("implementation") == "cuda"
 
 
 def rounding_of_weights(function: Callable[..., Any], *dtypes: torch.dtype) -> float:
