@@ -1,9 +1,9 @@
 // The contrastive losses between torch's products: sums of the exponentials of a tile of logits by its rows and
 // columns, and the weights of its pairs, which two more products make gradients of.
 //
-// A tile lies in the second-level cache, so each kernel may read it twice. Log-sum-exps are float64 in memory, and a
-// difference to one is formed in two steps: a float32 exponent is as exact where logits are thousands as where they
-// are small.
+// Each kernel reads a tile once, several entries before it uses the first, for a tile need not fit into the second-level
+// cache. Log-sum-exps are float64 in memory, and a difference to one is formed in two steps: a float32 exponent is as
+// exact where logits are thousands as where they are small.
 #include "cuda/contrastive.h"
 #include "cuda/dtype.h"
 #include "cuda/launch.h"
@@ -13,17 +13,33 @@ namespace fedkernels::cuda {
 
 namespace {
 
-constexpr int THREADS = 256, GROUPS = 32, ROWS_OF_BLOCK = 16;
+constexpr int THREADS = 256, GROUPS = 32, ROWS_OF_BLOCK = 16, AT_ONCE = 8;
+constexpr double LOG2_OF_E = 1.4426950408889634;
 
-__device__ inline float exponential(float x) { return expf(x); }
-__device__ inline double exponential(double x) { return exp(x); }
+__device__ inline float power_of_two(float x) { return exp2_approximate(x); }
+__device__ inline double power_of_two(double x) { return exp2(x); }
 __device__ inline float log_of_one_and(float x) { return log1pf(x); }
 __device__ inline double log_of_one_and(double x) { return log1p(x); }
 
-// exp((x - y) scale); equal infinities count as equal numbers.
+// Adds 2^(x_k unit) to a total of such powers; all are divided by the largest, 2^(largest unit).
 template <typename Number>
-__device__ inline Number exponential_of_difference(Number x, Number y, Number scale) {
-  return x == y ? 1 : exponential((x - y) * scale);
+__device__ inline void add_powers(const Number (&x)[AT_ONCE], Number unit, Number* largest, Number* total) {
+  Number top = *largest;
+#pragma unroll
+  for (int k = 0; k < AT_ONCE; ++k) top = Greatest()(top, x[k]);
+  if (top > *largest) {
+    *total = *largest == -INFINITY ? 0 : *total * power_of_two((*largest - top) * unit);
+    *largest = top;
+  }
+  const Number base = fabs(top) < INFINITY ? top : 0;  // with an infinite top the total is 0 or infinite
+#pragma unroll
+  for (int k = 0; k < AT_ONCE; ++k) *total += power_of_two((x[k] - base) * unit);
+}
+
+// What a total counts once the largest of all threads is known.
+template <typename Number>
+__device__ inline double total_below(Number top, Number unit, Number largest, Number total) {
+  return largest == top ? total : total * power_of_two((largest - top) * unit);
 }
 
 __device__ inline double log_of_sum(double x, double y) {
@@ -50,29 +66,44 @@ __device__ inline bool left_out(const ContrastiveTile& tile, int64_t row, int64_
          (tile.excluded && tile.excluded[row * tile.all_columns + column]);
 }
 
-// One block a row.
-template <typename Number>
-__global__ void __launch_bounds__(THREADS, 4) row_sums_kernel(ContrastiveTile tile, double* sums, double* of_positives,
-                                                              double* counted) {
+// Where `index` is the number of both a row and a column of the tile and no pair: its column (or row), else -1.
+__device__ inline int itself(const ContrastiveTile& tile, int64_t index, int64_t first, int64_t count) {
+  const bool pair = !tile.leave_out_self || positive_of(tile, index) == index;
+  return pair || index < first || index >= first + count ? -1 : static_cast<int>(index - first);
+}
+
+__device__ inline int in_tile(const ContrastiveTile& tile, int64_t column) {
+  const int64_t c = column - tile.first_column;
+  return column < 0 || c < 0 || c >= tile.columns ? -1 : static_cast<int>(c);
+}
+
+// One block a row. LISTED: labels or a mask leave out pairs.
+template <typename Number, bool LISTED>
+__global__ void __launch_bounds__(THREADS) row_sums_kernel(ContrastiveTile tile, double* sums, double* of_positives,
+                                                           double* counted) {
   SHARED(largest_of_warps, Number[THREADS / 32]);
   SHARED(total_of_warps, double[THREADS / 32]);
   const int64_t row = tile.first_row + blockIdx.x, positive = positive_of(tile, row);
   const Number* const products = static_cast<const Number*>(tile.products) + blockIdx.x * tile.columns;
   const double exact_scale = scale_of(tile);
-  const Number scale = static_cast<Number>(exact_scale);
+  const Number unit = static_cast<Number>(exact_scale * LOG2_OF_E);
+  const int columns = static_cast<int>(tile.columns), self = itself(tile, row, tile.first_column, tile.columns);
   Number largest = -INFINITY, total = 0;
-  for (int64_t c = threadIdx.x; c < tile.columns; c += THREADS) {
-    if (!left_out(tile, row, tile.first_column + c, positive)) largest = Greatest()(largest, products[c]);
+  for (int c = threadIdx.x; c < columns; c += AT_ONCE * THREADS) {
+    Number x[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const int at = c + k * THREADS;
+      const bool out = at >= columns || (LISTED ? left_out(tile, row, tile.first_column + at, positive) : at == self);
+      x[k] = out ? -INFINITY : products[at];
+    }
+    add_powers(x, unit, &largest, &total);
   }
-  largest = block_reduce(largest, largest_of_warps, Greatest());
-  for (int64_t c = threadIdx.x; c < tile.columns; c += THREADS) {
-    if (left_out(tile, row, tile.first_column + c, positive)) continue;
-    total += exponential_of_difference(products[c], largest, scale);
-  }
-  const double sum = block_reduce(static_cast<double>(total), total_of_warps, Sum());
+  const Number top = block_reduce(largest, largest_of_warps, Greatest());
+  const double sum = block_reduce(total_below(top, unit, largest, total), total_of_warps, Sum());
   double of_class = 0, members = 0;
   if (tile.classes) {
-    for (int64_t c = threadIdx.x; c < tile.columns; c += THREADS) {
+    for (int c = threadIdx.x; c < columns; c += THREADS) {
       if (c == row || tile.classes[c] != tile.classes[row]) continue;
       of_class += products[c];
       ++members;
@@ -82,49 +113,53 @@ __global__ void __launch_bounds__(THREADS, 4) row_sums_kernel(ContrastiveTile ti
   }
   if (threadIdx.x) return;
   const bool first = tile.first_column == 0;
-  sums[row] = log_of_sum(first ? -INFINITY : sums[row], largest * exact_scale + log(sum));
+  sums[row] = log_of_sum(first ? -INFINITY : sums[row], top * exact_scale + log(sum));
   if (counted) counted[row] = members > 0;
   if (!of_positives) return;
-  const int64_t in_tile = positive - tile.first_column;
+  const int at = in_tile(tile, positive);
   if (tile.classes) {
     of_positives[row] = members > 0 ? of_class / members * exact_scale : 0;
-  } else if (in_tile >= 0 && in_tile < tile.columns) {
-    of_positives[row] = products[in_tile] * exact_scale;
+  } else if (at >= 0) {
+    of_positives[row] = products[at] * exact_scale;
   } else if (first) {
     of_positives[row] = NAN;
   }
 }
 
 // One block for 32 columns: a lane has a column, a warp every 32nd row of them.
-template <typename Number>
+template <typename Number, bool LISTED>
 __global__ void __launch_bounds__(32 * GROUPS) column_sums_kernel(ContrastiveTile tile, double* sums) {
   SHARED(of_groups, Number[GROUPS][32]);
+  SHARED(totals, double[GROUPS][32]);
   const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + lane, column = tile.first_column + c;
-  const int64_t rows = c < tile.columns ? tile.rows : 0;
+  const int rows = c < tile.columns ? static_cast<int>(tile.rows) : 0;
   const Number* const products = static_cast<const Number*>(tile.products) + c;
   const double exact_scale = scale_of(tile);
-  const Number scale = static_cast<Number>(exact_scale);
-  const auto counts = [&](int64_t r) {
-    return !left_out(tile, tile.first_row + r, column, positive_of(tile, tile.first_row + r));
-  };
+  const Number unit = static_cast<Number>(exact_scale * LOG2_OF_E);
+  const int self = itself(tile, column, tile.first_row, tile.rows);
   Number largest = -INFINITY, total = 0;
-  for (int64_t r = group; r < rows; r += GROUPS) {
-    if (counts(r)) largest = Greatest()(largest, products[r * tile.columns]);
+  for (int r = group; r < rows; r += AT_ONCE * GROUPS) {
+    Number x[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const int at = r + k * GROUPS;
+      bool out = at >= rows || at == self;
+      if (LISTED && !out) out = left_out(tile, tile.first_row + at, column, positive_of(tile, tile.first_row + at));
+      x[k] = out ? -INFINITY : products[at * tile.columns];
+    }
+    add_powers(x, unit, &largest, &total);
   }
   of_groups[group][lane] = largest;
   __syncthreads();
-  for (int i = 0; i < GROUPS; ++i) largest = Greatest()(largest, of_groups[i][lane]);
-  for (int64_t r = group; r < rows; r += GROUPS) {
-    if (counts(r)) total += exponential_of_difference(products[r * tile.columns], largest, scale);
-  }
-  __syncthreads();  // all have read the largest
-  of_groups[group][lane] = total;
+  Number top = largest;
+  for (int i = 0; i < GROUPS; ++i) top = Greatest()(top, of_groups[i][lane]);
+  totals[group][lane] = total_below(top, unit, largest, total);
   __syncthreads();
   if (group || c >= tile.columns) return;
   double sum = 0;
-  for (int i = 0; i < GROUPS; ++i) sum += of_groups[i][lane];
-  sums[column] = log_of_sum(tile.first_row ? sums[column] : -INFINITY, largest * exact_scale + log(sum));
+  for (int i = 0; i < GROUPS; ++i) sum += totals[i][lane];
+  sums[column] = log_of_sum(tile.first_row ? sums[column] : -INFINITY, top * exact_scale + log(sum));
 }
 
 // A log-sum-exp in units of the products, and the weight of its exponentials.
@@ -134,96 +169,110 @@ struct Sums {
 
   __device__ void read(const double* sums, const double* weights, double constant, int64_t index, double scale) {
     const double sum = weights || constant != 0 ? sums[index] / scale : -INFINITY;
-    high = static_cast<Number>(sum);
+    high = sum == -INFINITY ? INFINITY : static_cast<Number>(sum);  // where nothing was summed, nothing has a weight
     low = fabs(sum) < INFINITY ? static_cast<Number>(sum - high) : 0;
     weight = static_cast<Number>(weights ? weights[index] : constant);
   }
-  // Where nothing was summed, nothing has a weight.
-  __device__ Number weight_of(Number product, Number scale) const {
-    return high == -INFINITY ? 0 : exponential((product - high - low) * scale) * weight;
+  __device__ Number weight_of(Number product, Number unit) const {
+    return power_of_two((product - high - low) * unit) * weight;
   }
 };
 
-// Writes the value, and returns it as it was rounded.
-template <typename Number>
-__device__ inline Number stored(const Array& to, int64_t at, Number value) {
-  if (to.dtype == DType::bf16) {
-    const uint16_t bits = float_to_bfloat(static_cast<float>(value));
-    static_cast<uint16_t*>(to.data)[at] = bits;
-    return bfloat_to_float(bits);
-  }
-  if (to.dtype == DType::f16) {
-    const uint16_t bits = float_to_half(static_cast<float>(value));
-    static_cast<uint16_t*>(to.data)[at] = bits;
-    return half_to_float(bits);
-  }
-  static_cast<Number*>(to.data)[at] = value;
-  return value;
-}
+__device__ inline void round_to(float value, Half* to) { to->bits = float_to_half(value); }
+__device__ inline void round_to(float value, BFloat* to) { to->bits = float_to_bfloat(value); }
+__device__ inline void round_to(float value, float* to) { *to = value; }
+__device__ inline void round_to(double value, double* to) { *to = value; }
 
 // A thread has a column, and some rows of it. Blocks lie in one row of the grid, whose other sides end at 65,535.
-template <typename Number>
+template <typename Number, typename To, bool LISTED, bool COLUMNS>
 __global__ void __launch_bounds__(THREADS) weights_kernel(ContrastiveTile tile, ContrastiveWeights given) {
-  SHARED(of_rows, Sums<Number>[ROWS_OF_BLOCK]);
-  SHARED(positives, int64_t[ROWS_OF_BLOCK]);
+  struct alignas(16) Row {
+    Sums<Number> sums;
+    int positive, self;  // columns of the tile
+  };
+  SHARED(of_rows, Row[ROWS_OF_BLOCK]);
   SHARED(of_warps, double[THREADS / 32]);
   const unsigned across = static_cast<unsigned>((tile.columns + THREADS - 1) / THREADS);
-  const int64_t first = static_cast<int64_t>(blockIdx.x / across) * ROWS_OF_BLOCK;
+  const int64_t first = static_cast<int64_t>(blockIdx.x / across) * ROWS_OF_BLOCK, first_row = tile.first_row + first;
   const double exact_scale = scale_of(tile);
   const int rows = static_cast<int>(tile.rows - first < ROWS_OF_BLOCK ? tile.rows - first : ROWS_OF_BLOCK);
   if (static_cast<int>(threadIdx.x) < rows) {
-    const int64_t row = tile.first_row + first + threadIdx.x;
-    of_rows[threadIdx.x].read(given.rows, given.row_weights, given.constants[0], row, exact_scale);
-    positives[threadIdx.x] = positive_of(tile, row);
+    const int64_t row = first_row + threadIdx.x;
+    Row& here = of_rows[threadIdx.x];
+    here.sums.read(given.rows, given.row_weights, given.constants[0], row, exact_scale);
+    here.positive = in_tile(tile, positive_of(tile, row));
+    here.self = itself(tile, row, tile.first_column, tile.columns);
   }
   __syncthreads();
-  const int64_t c = static_cast<int64_t>(blockIdx.x % across) * THREADS + threadIdx.x, column = tile.first_column + c;
-  const bool there = c < tile.columns;
+  const int columns = static_cast<int>(tile.columns), c = (blockIdx.x % across) * THREADS + threadIdx.x;
+  const int64_t column = tile.first_column + c;
   Sums<Number> of_column;
-  if (there) of_column.read(given.columns, given.column_weights, given.constants[1], column, exact_scale);
-  const Number* const products = static_cast<const Number*>(tile.products);
-  const Number scale = static_cast<Number>(exact_scale), factor = static_cast<Number>(given.factor);
-  double of_scale = 0;
-  for (int r = 0; there && r < rows; ++r) {
-    const int64_t row = tile.first_row + first + r, at = (first + r) * tile.columns + c;
-    const Number product = products[at];
-    Number weight = 0;
-    if (!left_out(tile, row, column, positives[r])) {
-      weight = of_rows[r].weight_of(product, scale) + of_column.weight_of(product, scale);
+  if (COLUMNS && c < columns) {
+    of_column.read(given.columns, given.column_weights, given.constants[1], column, exact_scale);
+  }
+  const Number* const products = static_cast<const Number*>(tile.products) + first * columns + c;
+  To* const weights = static_cast<To*>(given.weights.data) + first * columns + c;  // perhaps the products' memory
+  const Number unit = static_cast<Number>(exact_scale * LOG2_OF_E), factor = static_cast<Number>(given.factor);
+  Number of_scale = 0;
+  for (int begin = 0; c < columns && begin < rows; begin += AT_ONCE) {
+    Number x[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) x[k] = begin + k < rows ? products[(begin + k) * columns] : 0;
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const int r = begin + k;
+      if (r >= rows) break;
+      const Row& here = of_rows[r];
+      const bool positive = c == here.positive;
+      bool out = c == here.self;
+      if (LISTED) out = left_out(tile, first_row + r, column, positive ? column : -1);
+      Number weight = here.sums.weight_of(x[k], unit);
+      if (COLUMNS) weight += of_column.weight_of(x[k], unit);
+      if (out) weight = 0;
+      if (positive) {
+        weight += static_cast<Number>(given.positive_weights ? given.positive_weights[first_row + r]
+                                                             : given.constants[2]);
+      }
+      of_scale += weight * x[k];
+      To* const to = weights + r * columns;
+      round_to(weight * factor, to);
+      if (positive && given.rest) given.rest[first_row + r] = static_cast<float>(weight * factor - widen(*to));
     }
-    const bool positive = column == positives[r];
-    if (positive) {
-      weight += static_cast<Number>(given.positive_weights ? given.positive_weights[row] : given.constants[2]);
-    }
-    of_scale += static_cast<double>(weight) * product;
-    const Number rest = weight * factor - stored(given.weights, at, weight * factor);
-    if (positive && given.rest) given.rest[row] = static_cast<float>(rest);
   }
   if (!given.of_scale) return;
-  of_scale = block_reduce(of_scale, of_warps, Sum());
-  if (threadIdx.x == 0) given.of_scale[blockIdx.x] = of_scale;
+  const double sum = block_reduce(static_cast<double>(of_scale), of_warps, Sum());
+  if (threadIdx.x == 0) given.of_scale[blockIdx.x] = sum;
 }
 
 // One block a row.
-template <typename Number>
+template <typename Number, typename To>
 __global__ void __launch_bounds__(THREADS) sigmoid_kernel(ContrastiveTile tile, ContrastiveSigmoid given, double* sums) {
   SHARED(of_warps, double[THREADS / 32]);
-  const int64_t row = tile.first_row + blockIdx.x, positive = positive_of(tile, row) - tile.first_column;
+  const int64_t row = tile.first_row + blockIdx.x;
+  const int columns = static_cast<int>(tile.columns), positive = in_tile(tile, positive_of(tile, row));
   const Number* const products = static_cast<const Number*>(tile.products) + blockIdx.x * tile.columns;
+  To* const weights = static_cast<To*>(given.weights.data) + blockIdx.x * tile.columns;
   const Number scale = static_cast<Number>(scale_of(tile)), factor = static_cast<Number>(given.factor);
   const Number bias = given.bias.data ? static_cast<Number>(read_one(given.bias, 0)) : 0;
-  Number total = 0;
-  double of_scale = 0, of_bias = 0;
-  for (int64_t c = threadIdx.x; c < tile.columns; c += THREADS) {
-    const Number product = products[c], sign = c == positive ? 1 : -1, margin = sign * (product * scale + bias);
-    const Number small = exponential(margin < 0 ? margin : -margin);  // exp(-|margin|)
-    total += log_of_one_and(small) + (margin < 0 ? -margin : 0);
-    if (!given.weights.data) continue;
-    const Number weight = -sign * (margin < 0 ? 1 / (1 + small) : small / (1 + small));
-    of_scale += static_cast<double>(weight) * product;
-    of_bias += weight;
-    const Number rest = weight * factor - stored(given.weights, blockIdx.x * tile.columns + c, weight * factor);
-    if (c == positive && given.rest) given.rest[row] = static_cast<float>(rest);
+  Number total = 0, of_scale = 0, of_bias = 0;
+  for (int begin = threadIdx.x; begin < columns; begin += AT_ONCE * THREADS) {
+    Number x[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) x[k] = begin + k * THREADS < columns ? products[begin + k * THREADS] : 0;
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const int c = begin + k * THREADS;
+      if (c >= columns) break;
+      const Number sign = c == positive ? 1 : -1, margin = sign * (x[k] * scale + bias);
+      const Number small = power_of_two(-fabs(margin) * static_cast<Number>(LOG2_OF_E));  // exp(-|margin|)
+      total += log_of_one_and(small) + (margin < 0 ? -margin : 0);
+      if (!given.weights.data) continue;
+      const Number weight = -sign * (margin < 0 ? 1 : small) / (1 + small);
+      of_scale += weight * x[k];
+      of_bias += weight;
+      round_to(weight * factor, weights + c);
+      if (c == positive && given.rest) given.rest[row] = static_cast<float>(weight * factor - widen(weights[c]));
+    }
   }
   const auto add = [&](double* to, double value) {
     if (!to) return;
@@ -268,30 +317,34 @@ __global__ void __launch_bounds__(THREADS) reduce_kernel(ContrastiveTile tile, C
   given.numbers[2] = 1 / divisor;
 }
 
-// A block has a row of one side, the queries' first.
-__global__ void __launch_bounds__(THREADS) finish_kernel(ContrastiveTile tile, ContrastiveGradients given) {
-  const int side = blockIdx.x >= given.counts[0] || !given.to[0].data;
-  const int64_t row = blockIdx.x - (side && given.to[0].data ? given.counts[0] : 0);
+// A block has some rows, the queries' first and then the keys'.
+__global__ void __launch_bounds__(THREADS) finish_kernel(ContrastiveTile tile, ContrastiveGradients given, int64_t rows) {
   const double grad = read_one(given.grad, 0), unit = grad * scale_of(tile) * given.numbers[2] / given.factor;
-  const Array &others = given.rows[1 - side], &to = given.to[side];
-  // The row of the other side whose pair with this one is a positive.
-  const int64_t query = (row - tile.shift + tile.all_columns) % tile.all_columns;
-  const int64_t other = side ? query : positive_of(tile, row);
-  const bool made_good = given.rest && other < given.counts[1 - side];
-  const double rest = made_good ? given.rest[side ? other : row] : 0;
-  for (int64_t column = threadIdx.x; to.data && column < given.width; column += THREADS) {
-    double sum = read_one(given.sums[side], row * given.width + column);
-    if (made_good) sum += rest * read_one(others, other * given.width + column);
-    if (tile.classes && given.counted[row] > 0) {  // both of a pair have the weight -1 / members
-      double of_class = 0, members = 0;
-      for (int64_t i = 0; i < given.counts[0]; ++i) {
-        if (i == row || tile.classes[i] != tile.classes[row]) continue;
-        of_class += read_one(given.rows[0], i * given.width + column);
-        ++members;
+  const int64_t queries = given.to[0].data ? given.counts[0] : 0;
+  // A tile of all pairs has fewer than 2^31 rows and columns.
+  const unsigned all = static_cast<unsigned>(tile.all_columns), shift = static_cast<unsigned>(tile.shift) % all;
+  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {
+    const int side = i >= queries;
+    const int64_t row = side ? i - queries : i;
+    const Array &others = given.rows[1 - side], &to = given.to[side];
+    // The row of the other side whose pair with this one is a positive.
+    const int64_t other = (static_cast<unsigned>(row) + (side ? all - shift : shift)) % all;
+    const bool made_good = given.rest && other < given.counts[1 - side];
+    const double rest = made_good ? given.rest[side ? other : row] : 0;
+    for (int64_t column = threadIdx.x; column < given.width; column += THREADS) {
+      double sum = read_one(given.sums[side], row * given.width + column);
+      if (made_good) sum += rest * read_one(others, other * given.width + column);
+      if (tile.classes && given.counted[row] > 0) {  // both of a pair have the weight -1 / members
+        double of_class = 0, members = 0;
+        for (int64_t j = 0; j < given.counts[0]; ++j) {
+          if (j == row || tile.classes[j] != tile.classes[row]) continue;
+          of_class += read_one(given.rows[0], j * given.width + column);
+          ++members;
+        }
+        sum -= 2 * given.factor / members * of_class;
       }
-      sum -= 2 * given.factor / members * of_class;
+      write_one(to, row * given.width + column, unit * sum);
     }
-    write_one(to, row * given.width + column, unit * sum);
   }
   if (blockIdx.x || threadIdx.x) return;
   if (given.to_scale.data) write_one(given.to_scale, 0, grad * given.numbers[0]);
@@ -300,14 +353,33 @@ __global__ void __launch_bounds__(THREADS) finish_kernel(ContrastiveTile tile, C
 
 unsigned blocks(int64_t count, int64_t of_block) { return static_cast<unsigned>((count + of_block - 1) / of_block); }
 
+bool lists(const ContrastiveTile& tile) { return tile.row_labels || tile.excluded; }
+
 template <typename Number>
 const char* sums_of(const ContrastiveTile& tile, double* rows, double* columns, double* of_positives, double* counted,
                     Stream stream) {
   const Shape of_rows = {dim3(blocks(tile.rows, 1)), dim3(THREADS)};
-  const char* error = launch(of_rows, stream, row_sums_kernel<Number>, tile, rows, of_positives, counted);
+  const auto by_rows = lists(tile) ? row_sums_kernel<Number, true> : row_sums_kernel<Number, false>;
+  const char* error = launch(of_rows, stream, by_rows, tile, rows, of_positives, counted);
   if (error || !columns) return error;
   const Shape of_columns = {dim3(blocks(tile.columns, 32)), dim3(32 * GROUPS)};
-  return launch(of_columns, stream, column_sums_kernel<Number>, tile, columns);
+  const auto by_columns = lists(tile) ? column_sums_kernel<Number, true> : column_sums_kernel<Number, false>;
+  return launch(of_columns, stream, by_columns, tile, columns);
+}
+
+template <typename Number, typename To>
+const char* weights_of(const ContrastiveTile& tile, const ContrastiveWeights& given, Stream stream) {
+  const Shape shape = {dim3(static_cast<unsigned>(cuda_contrastive_parts(&tile))), dim3(THREADS)};
+  const auto kernel = lists(tile) ? weights_kernel<Number, To, true, true>
+                      : given.columns ? weights_kernel<Number, To, false, true>
+                                      : weights_kernel<Number, To, false, false>;
+  return launch(shape, stream, kernel, tile, given);
+}
+
+template <typename Number, typename To>
+const char* sigmoid_of(const ContrastiveTile& tile, const ContrastiveSigmoid& given, double* rows, Stream stream) {
+  const Shape shape = {dim3(blocks(tile.rows, 1)), dim3(THREADS)};
+  return launch(shape, stream, sigmoid_kernel<Number, To>, tile, given, rows);
 }
 
 }  // namespace
@@ -328,14 +400,20 @@ extern "C" int64_t cuda_contrastive_parts(const ContrastiveTile* tile) {
 
 extern "C" const char* cuda_contrastive_weights(const ContrastiveTile* tile, const ContrastiveWeights* given,
                                                 Stream stream) {
-  const Shape shape = {dim3(static_cast<unsigned>(cuda_contrastive_parts(tile))), dim3(THREADS)};
-  return launch(shape, stream, tile->wide ? weights_kernel<double> : weights_kernel<float>, *tile, *given);
+  const auto weights = tile->wide                             ? weights_of<double, double>
+                       : given->weights.dtype == fedkernels::DType::bf16 ? weights_of<float, BFloat>
+                       : given->weights.dtype == fedkernels::DType::f16  ? weights_of<float, Half>
+                                                              : weights_of<float, float>;
+  return weights(*tile, *given, stream);
 }
 
 extern "C" const char* cuda_contrastive_sigmoid(const ContrastiveTile* tile, const ContrastiveSigmoid* given,
                                                 double* rows, Stream stream) {
-  const Shape shape = {dim3(blocks(tile->rows, 1)), dim3(THREADS)};
-  return launch(shape, stream, tile->wide ? sigmoid_kernel<double> : sigmoid_kernel<float>, *tile, *given, rows);
+  const auto sigmoid = tile->wide                             ? sigmoid_of<double, double>
+                       : given->weights.dtype == fedkernels::DType::bf16 ? sigmoid_of<float, BFloat>
+                       : given->weights.dtype == fedkernels::DType::f16  ? sigmoid_of<float, Half>
+                                                              : sigmoid_of<float, float>;
+  return sigmoid(*tile, *given, rows, stream);
 }
 
 extern "C" const char* cuda_contrastive_reduce(const ContrastiveTile* tile, const ContrastiveReduction* given,
@@ -346,5 +424,7 @@ extern "C" const char* cuda_contrastive_reduce(const ContrastiveTile* tile, cons
 extern "C" const char* cuda_contrastive_finish(const ContrastiveTile* tile, const ContrastiveGradients* given,
                                                Stream stream) {
   const int64_t rows = (given->to[0].data ? given->counts[0] : 0) + (given->to[1].data ? given->counts[1] : 0);
-  return launch({dim3(blocks(rows > 0 ? rows : 1, 1)), dim3(THREADS)}, stream, finish_kernel, *tile, *given);
+  constexpr int64_t MOST = 2048;  // blocks keep a device busy, and each thread prepares once for its rows
+  const Shape shape = {dim3(blocks(rows < 1 ? 1 : rows < MOST ? rows : MOST, 1)), dim3(THREADS)};
+  return launch(shape, stream, finish_kernel, *tile, *given, rows);
 }
