@@ -8,6 +8,8 @@
 #include <tuple>
 #include <vector>
 
+#include "ops/products.h"
+
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Doubles = std::vector<double>;
@@ -22,11 +24,15 @@ static Tensor memory_on(const Tensor& like, const Integers& shape, ScalarType dt
 static void sums(Tensor, Integers, double, Tensors, Tensor, Tensor, Tensor, Tensor) {}
 static void weights(Tensor, Integers, double, Tensors, Tensors, Doubles, double, Tensor, Tensor) {}
 static void sigmoid(Tensor, Integers, double, Tensors, Tensor, double, Tensor, Tensor, Tensor, Tensor, Tensor) {}
-static void finish(Tensor, Integers, Doubles, Maybe, Maybe, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe, Tensor, Tensor,
-                   Maybe, Maybe) {}
+static void finish(Tensor weights, int64_t, bool, bool, double, double, Maybe, Maybe, Tensor query, Tensor key, bool wide,
+                   Maybe to_query, Maybe to_key, Tensor, Tensor, Maybe, Maybe) {
+  const ScalarType dtype = weights.scalar_type();
+  if (to_query) fedkernels::product(weights, key, *to_query, dtype, wide);
+  if (to_key) fedkernels::product(torch::stable::transpose(weights, 0, 1), query, *to_key, dtype, wide);
+}
 
-static std::tuple<Tensor, Tensor> one_tile(Tensor products, Integers, Doubles, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe,
-                                           Maybe, bool) {
+static std::tuple<Tensor, Tensor> one_tile(Tensor products, int64_t, bool, bool, double, double, double, double, double,
+                                           Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, bool) {
   return {memory_on(products, {}, products.scalar_type()), memory_on(products, {3}, ScalarType::Double)};
 }
 static std::tuple<Tensor, Tensor> in_one(Tensor query, Tensor, double, bool) {

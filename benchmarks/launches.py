@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import fedkernels as fk
+from benchmarks.measure import ROOT
 from fedkernels.internal import contrastive_cuda, contrastive_one_tile, native
 
 SIZES = 256, 4096, 16_384
@@ -68,21 +69,24 @@ def kernels_that_count(launches: Launches) -> SimpleNamespace:
         launches.count += 1 + (arguments[4].numel() > 0)  # of columns
 
     def one_tile(products: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        _, numbers, *_, bias, weights, _ = arguments
+        of_columns, *_, bias, weights, _ = arguments[4:]
         # The sums by row and column, the weights, and the reduction; a sigmoid loss has its weights with its sums.
-        launches.count += 2 + (0 if bias is not None else (numbers[1] > 0) + (weights is not None))
+        launches.count += 2 + (0 if bias is not None else (of_columns > 0) + (weights is not None))
         return products.new_empty(()), products.new_empty(3, dtype=torch.float64)
 
     def in_one(query: Tensor, key: Tensor, temperature: float, gradient: bool) -> tuple[Tensor, Tensor]:
         launches.count += 2
         return query.new_empty(len(query), dtype=torch.float32), query.new_empty(query.shape, dtype=torch.float32)
 
+    def finish(*arguments: Any) -> None:
+        launches.count += 1 + sum(one is not None for one in arguments[11:13])  # a product for each gradient
+
     def other(*_: Any) -> None:
         launches.count += 1
 
     return SimpleNamespace(
-        **{f"contrastive_{one.__name__}": one for one in (sums, one_tile, in_one)},
-        **{f"contrastive_{name}": other for name in ("weights", "sigmoid", "finish")},
+        **{f"contrastive_{one.__name__}": one for one in (sums, one_tile, in_one, finish)},
+        **{f"contrastive_{name}": other for name in ("weights", "sigmoid")},
     )
 
 
@@ -182,7 +186,7 @@ def without_kernels() -> Any:
     """The operators between torch's products, whose host functions run on the CPU and launch nothing."""
     folder = tempfile.mkdtemp()
     library, source = f"{folder}/kernels_that_do_nothing.so", Path(__file__).with_name("kernels_that_do_nothing.cpp")
-    where = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
+    where = [f"-I{path}" for path in (ROOT / "csrc", *include_paths())] + [f"-L{path}" for path in library_paths()]
     flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     subprocess.run(["c++", *flags, *where, str(source), "-ltorch_cpu", "-lc10", "-o", library], check=True)
     torch.ops.load_library(library)

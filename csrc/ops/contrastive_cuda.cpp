@@ -6,6 +6,7 @@
 
 #include "ops/contrastive_checks.h"
 #include "ops/cuda.h"
+#include "ops/products.h"
 
 namespace fedkernels {
 
@@ -149,24 +150,21 @@ struct OneTile {
 };
 
 // -> the loss [], and what OneTile finds in memory
-static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(Tensor products, std::vector<int64_t> place,
-                                                            std::vector<double> numbers, MaybeTensor row_labels,
-                                                            MaybeTensor column_labels, MaybeTensor excluded,
-                                                            MaybeTensor factor, MaybeTensor classes, MaybeTensor bias,
-                                                            MaybeTensor weights, bool of_scale) {
+static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(
+    Tensor products, int64_t shift, bool symmetric, bool divides, double of_rows, double of_columns, double divisor,
+    double of_weights, double scale, MaybeTensor row_labels, MaybeTensor column_labels, MaybeTensor excluded,
+    MaybeTensor factor, MaybeTensor classes, MaybeTensor bias, MaybeTensor weights, bool of_scale) {
   const OnDevice device(products);
-  STD_TORCH_CHECK(numbers.size() == 5, "numbers must be five");
   const std::array<MaybeTensor, 6> options = {std::nullopt, row_labels, column_labels, excluded, factor, classes};
-  const auto tile = tile_of(products, place, numbers[4], options);
-  STD_TORCH_CHECK(tile.first_row == 0 && tile.columns == tile.all_columns, "the tile must have all pairs");
-  const bool symmetric = tile.leave_out_self, sigmoid = is_there(bias), wanted = is_there(weights);
+  const auto tile = tile_of(products, {0, 0, products.size(1), shift, symmetric, divides}, scale, options);
+  const bool sigmoid = is_there(bias), wanted = is_there(weights);
   STD_TORCH_CHECK(!symmetric || tile.rows == tile.columns, "a symmetric tile must have as many rows as columns");
   const Array to = wanted ? weights_array(*weights, products) : Array{};
   const Tensor loss = memory_on(products, {}, products.scalar_type());
   const Tensor memory = memory_on(products, {OneTile::size(tile)}, ScalarType::Double);
   const OneTile at(memory, tile, to);
   cuda::ContrastiveReduction reduction = {
-      at.rows, nullptr, nullptr, nullptr, tile.rows, numbers[0], numbers[1], numbers[2], nullptr, nullptr, 0,
+      at.rows, nullptr, nullptr, nullptr, tile.rows, of_rows, of_columns, divisor, nullptr, nullptr, 0,
       symmetric ? 0.5 : 1.0, cuda_array_of(loss, "loss", products.get_device_index()), at.numbers};
   if (sigmoid) {
     if (wanted) {
@@ -175,11 +173,11 @@ static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(Tensor products, std
       reduction.of_bias = at.counted;
     }
     const cuda::ContrastiveSigmoid given = {
-        optional_array(bias, "the bias", products), numbers[3], to, at.rest,
+        optional_array(bias, "the bias", products), of_weights, to, at.rest,
         wanted ? at.of_positives : nullptr, wanted ? at.counted : nullptr};
     check_cuda(cuda_contrastive_sigmoid(&tile, &given, at.rows, device.stream()));
   } else {
-    double* const columns = numbers[1] ? at.columns : nullptr;
+    double* const columns = of_columns ? at.columns : nullptr;
     double* const counted = tile.classes ? at.counted : nullptr;
     reduction.columns = columns;
     reduction.of_positives = at.of_positives;
@@ -188,7 +186,7 @@ static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(Tensor products, std
     if (wanted) {
       // Of a symmetric loss a pair's weight has the sums of both rows: one product makes the gradient.
       cuda::ContrastiveWeights given = {at.rows, symmetric ? at.rows : columns, counted, counted, nullptr,
-                                        {numbers[0], numbers[1], -1.0}, numbers[3], to, at.rest,
+                                        {of_rows, of_columns, -1.0}, of_weights, to, at.rest,
                                         of_scale ? at.parts : nullptr};
       if (symmetric) {
         given.constants[0] = given.constants[1] = 1;
@@ -205,32 +203,37 @@ static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(Tensor products, std
   return {loss, memory};
 }
 
-static void contrastive_finish_cuda(Tensor weights, std::vector<int64_t> place, std::vector<double> numbers,
-                                    MaybeTensor factor, MaybeTensor classes, Tensor query, Tensor key,
-                                    MaybeTensor query_sums, MaybeTensor key_sums, MaybeTensor to_query,
-                                    MaybeTensor to_key, Tensor grad, Tensor memory, MaybeTensor to_scale,
-                                    MaybeTensor to_bias) {
+// Two products of the weights and the rows, and the last step, for the memory that is given.
+static void contrastive_finish_cuda(Tensor weights, int64_t shift, bool symmetric, bool divides, double of_weights,
+                                    double scale, MaybeTensor factor, MaybeTensor classes, Tensor query, Tensor key,
+                                    bool wide, MaybeTensor to_query, MaybeTensor to_key, Tensor grad, Tensor memory,
+                                    MaybeTensor to_scale, MaybeTensor to_bias) {
   const OnDevice device(weights);
-  STD_TORCH_CHECK(numbers.size() == 5, "numbers must be five");
   const std::array<MaybeTensor, 6> options = {std::nullopt, std::nullopt, std::nullopt, std::nullopt, factor, classes};
-  const auto tile = tile_of(weights, place, numbers[4], options, false);
+  const auto tile = tile_of(weights, {0, 0, weights.size(1), shift, symmetric, divides}, scale, options, false);
   const Tensor rows[2] = {query, key};
-  const MaybeTensor sums[2] = {query_sums, key_sums}, to[2] = {to_query, to_key};
+  const MaybeTensor to[2] = {to_query, to_key};
   cuda::ContrastiveGradients gradients = {};
   gradients.width = rows[0].size(1);
+  gradients.factor = of_weights;
   for (int side = 0; side < 2; ++side) {
     gradients.rows[side] = cuda_array_of(rows[side], "rows", weights.get_device_index());
-    gradients.sums[side] = optional_array(sums[side], "sums", weights);
     gradients.to[side] = optional_array(to[side], "the gradient", weights);
     gradients.counts[side] = rows[side].size(0);
-    const int64_t entries = rows[side].numel();
     STD_TORCH_CHECK(rows[side].size(0) == weights.size(side) && rows[side].size(1) == gradients.width &&
-                        (!is_there(to[side]) || (is_there(sums[side]) && to[side]->numel() == entries &&
-                                             sums[side]->numel() == entries)),
-                    "sums and gradients must have the shape of the rows, which must be those of the tile");
+                        rows[side].scalar_type() == weights.scalar_type() &&
+                        (!is_there(to[side]) || to[side]->numel() == rows[side].numel()),
+                    "rows must be those of the tile, and gradients have their shape");
   }
-  gradients.factor = numbers[3];
   STD_TORCH_CHECK(grad.numel() == 1 && memory.numel() == OneTile::size(tile), "one grad and the memory must be given");
+  const ScalarType dtype = is_16_bits(gradients.rows[0].dtype) ? ScalarType::Float : weights.scalar_type();
+  std::optional<Tensor> sums[2];  // they live until the launch
+  for (int side = 0; side < 2; ++side) {
+    if (!is_there(to[side])) continue;
+    const Tensor first = side ? torch::stable::transpose(weights, 0, 1) : weights;
+    sums[side] = product(first, rows[1 - side], *to[side], dtype, wide);
+    gradients.sums[side] = cuda_array_of(*sums[side], "sums", weights.get_device_index());
+  }
   optional_on_cuda<const double>(memory, ScalarType::Double, weights, 1);  // it is checked
   const OneTile at(memory, tile, cuda_array_of(weights, "weights", weights.get_device_index()));
   gradients.rest = at.rest;

@@ -162,7 +162,7 @@ def _rows_from(parts: Sequence[Tensor], first: int, count: int) -> Tensor:
     return parts[0][:0]
 
 
-def _returns_wide(first: Tensor) -> bool:
+def returns_wide(first: Tensor) -> bool:
     """Does torch return products of these 16-bit rows in float32? It refuses under settings of the user's."""
     if first.is_cpu or not first.is_cuda:
         return not first.is_cpu
@@ -174,7 +174,7 @@ def multiplied(first: Tensor, second: Tensor, dtype: torch.dtype, to: Tensor | N
     """first @ second in `dtype`, of matrices of one dtype; in the memory `to` if there is one."""
     if first.dtype == dtype:
         return torch.mm(first, second, out=to)
-    if _returns_wide(first):
+    if returns_wide(first):
         return torch.mm(first, second, out_dtype=dtype, out=to)
     return torch.mm(first.to(dtype), second.to(dtype), out=to)
 
@@ -184,7 +184,7 @@ def _add_product(to: Tensor, first: Tensor, second: Tensor, factor: float, fresh
     beta = 0 if fresh else 1
     if first.dtype == to.dtype:
         to.addmm_(first, second, beta=beta, alpha=factor)
-    elif _returns_wide(first):
+    elif returns_wide(first):
         torch.addmm(to, first, second, out_dtype=to.dtype, beta=beta, alpha=factor, out=to)
     else:
         to.addmm_(first.to(to.dtype), second.to(to.dtype), beta=beta, alpha=factor)

@@ -104,16 +104,16 @@ class _OneTile(torch.autograd.Function):
             if rows.dtype != dtype:
                 weights, factor = torch.empty_like(products, dtype=rows.dtype), contrastive_cuda.WEIGHT_SCALE
         shift = loss.shift if classes is None else -1
-        place = [0, 0, keys.shape[0], shift, loss.symmetric, loss.divides and scale is not None]
-        numbers = [loss.of_rows, loss.of_columns, loss.divisor, factor, number]
+        kind = shift, loss.symmetric, loss.divides and scale is not None
         if left_out is not NOTHING:
             left_out = [None if one is None else one.contiguous() for one in left_out]
         if classes is not None:
             classes = classes.contiguous()
         result, memory = _ops.contrastive_one_tile(
-            products, place, numbers, *left_out, scale, classes, bias, weights, ctx.needs_input_grad[2]
+            *(products, *kind, loss.of_rows, loss.of_columns, loss.divisor, factor, number),
+            *(*left_out, scale, classes, bias, weights, ctx.needs_input_grad[2]),
         )
-        ctx.name, ctx.formed = loss.name, (weights, place, numbers, classes, memory, dtype)
+        ctx.name, ctx.formed = loss.name, (weights, kind, factor, number, classes, memory)
         ctx.save_for_backward(rows, keys, scale, bias)
         return result
 
@@ -129,25 +129,19 @@ _NO_GRADIENTS = (None,) * 4  # of what is no tensor
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (rows, keys, scale, bias), (weights, place, numbers, classes, memory, dtype) = ctx.saved_tensors, ctx.formed
+    (rows, keys, scale, bias), (weights, kind, factor, number, classes, memory) = ctx.saved_tensors, ctx.formed
     if is_batched(grad):  # the kernel takes one
         found = _gradients(ctx, memory.new_ones(()))
         return tuple(
             None if one is None else (one * grad.view(*grad.shape, *(1,) * one.ndim)).to(one.dtype) for one in found
         )
     of_query, of_key, of_scale, of_bias = ctx.needs_input_grad[:4]
-    query_sums = contrastive_cuda.multiplied(weights, keys, dtype) if of_query else None
-    key_sums = contrastive_cuda.multiplied(weights.T, rows, dtype) if of_key else None
-    to_query, to_key = query_sums, key_sums  # in place
-    if rows.dtype != dtype:
-        to_query, to_key = (
-            None if one is None else torch.empty_like(one, dtype=rows.dtype) for one in (query_sums, key_sums)
-        )
-    to_scale = torch.empty_like(scale) if of_scale else None
-    to_bias = torch.empty_like(bias) if of_bias else None
+    to_query, to_key = torch.empty_like(rows) if of_query else None, torch.empty_like(keys) if of_key else None
+    to_scale, to_bias = torch.empty_like(scale) if of_scale else None, torch.empty_like(bias) if of_bias else None
+    wide = contrastive_cuda.returns_wide(weights)
     _ops.contrastive_finish(
-        *(weights, place, numbers, scale, classes, rows, keys, query_sums, key_sums, to_query, to_key),
-        *(grad.contiguous(), memory, to_scale, to_bias),
+        *(weights, *kind, factor, number, scale, classes, rows, keys, wide),
+        *(to_query, to_key, grad.contiguous(), memory, to_scale, to_bias),
     )
     return to_query, to_key, to_scale, to_bias
 

@@ -166,8 +166,9 @@ IMAGES, SAMPLES = torch.ones(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2)
 ONE, LONG = torch.ones(1), torch.ones(1).expand(1, 2**24 + 1)
 NOTHING = torch.ones(0)
 OF_SIGMOID = 1.0, [NOTHING] * 6, NOTHING, 1.0, NOTHING, NOTHING, DOUBLE, NOTHING, NOTHING
-OF_FINISH = [1.0] * 5, None, None, FLOAT
-NO_GRADIENTS = *[None] * 4, ONE, NOTHING, None, None
+OF_FINISH = 0, False, False, 1.0, 1.0, None, None, FLOAT
+NO_OPTIONS = *[None] * 7, False
+NO_GRADIENTS = False, None, None, ONE, NOTHING, None, None
 OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
 
 
@@ -181,10 +182,10 @@ OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
         ("contrastive_sigmoid", (FLOAT, [0, 1, 3, 0, 0, 0], *OF_SIGMOID), "a tile of a matrix"),
         ("contrastive_sigmoid", (HALF, [0, 0, 3, 0, 0, 0], *OF_SIGMOID), "float32 or float64"),
         ("contrastive_sigmoid", (FLOAT, [1, 0, 3, 0, 0, 0], *OF_SIGMOID), "long enough"),
-        ("contrastive_finish", (FLOAT, [0, 0, 3, 0, 0, 0], *OF_FINISH, FLOAT, *NO_GRADIENTS), "those of the tile"),
-        ("contrastive_finish", (FLOAT, [0, 0, 3, 0, 0, 0], *OF_FINISH, FLOAT[:3], *NO_GRADIENTS), "the memory must"),
-        ("contrastive_one_tile", (FLOAT, [0, 0, 3, 0, 0, 0], [1.0], *[None] * 7, False), "numbers must be five"),
-        ("contrastive_one_tile", (FLOAT, [0, 0, 3, 0, 1, 0], [1.0] * 5, *[None] * 7, False), "as many rows as columns"),
+        ("contrastive_finish", (FLOAT, *OF_FINISH, FLOAT, *NO_GRADIENTS), "those of the tile"),
+        ("contrastive_finish", (FLOAT, *OF_FINISH, FLOAT[:3], *NO_GRADIENTS), "the memory must"),
+        ("contrastive_one_tile", (HALF, 0, False, False, *[1.0] * 5, *NO_OPTIONS), "float32 or float64"),
+        ("contrastive_one_tile", (FLOAT, 0, True, False, *[1.0] * 5, *NO_OPTIONS), "as many rows as columns"),
         ("linear_cka_prepare", ([FLOAT, FLOAT[:3]], False), "the same L"),
         ("linear_cka_prepare", ([FLOAT, FLOAT.int()], False), "must be float16"),
         ("linear_cka_prepare", ([FLOAT] * 17, False), "1 to 16 matrices"),
