@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def number_or_tensor(name: str, value: object, device: torch.device, *, above_ze
     """`value` is a finite number, or a floating tensor of one entry on `device`.
 
     Returns a tensor as a scalar of float32 or wider on `device`. The scalar that is given may also be on the CPU, as
-    torch's operators take it. An entry that must be positive is looked at where that costs nothing: on the CPU, eagerly.
+    torch's operators take it. An entry that must be positive is looked at where it costs nothing, on the CPU, eagerly.
     """
     if not isinstance(value, Tensor):
         return (positive if above_zero else finite)(name, value, _NUMBER_OR_TENSOR)

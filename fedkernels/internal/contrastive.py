@@ -14,6 +14,11 @@ for _name, _schema in contrastive_cuda.SCHEMAS.items():
 if "info_nce" in native.CUDA:
     for _name, _function in contrastive_cuda.OPERATORS.items():
         torch.library.impl(f"fedkernels::{_name}", "cuda", _function)
+_fallthrough = torch.library.Library("fedkernels", "IMPL")
+if native.module is not None:
+    # A loss of one tile has a gradient of its own: to ask its operators for one takes the host as long as a launch.
+    for _name in ("contrastive_one_tile", "contrastive_finish"):
+        _fallthrough.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
 def operator(name: str, first: Tensor, second: Tensor, *scales: Tensor | float) -> Any:

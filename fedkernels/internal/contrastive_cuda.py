@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
-# Of a tile's logits. Large tiles are faster, though they do not stay in the second-level cache: see csrc/cuda/README.md.
+# Of a tile's logits. Large tiles are faster, though they do not stay in the second-level cache: see csrc/README.md.
 # Where gradients are formed in the backward pass, which is asked for to save memory, half of that cache is enough.
 TILE_BYTES, LEAN_TILE_BYTES = 256 << 20, 24 << 20
 _TILE_ROWS = 2048

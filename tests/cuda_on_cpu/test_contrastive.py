@@ -345,4 +345,6 @@ def test_a_tile_with_its_weights_and_100_MB_beside_the_results(monkeypatch, name
         results = contrastive_cuda.OPERATORS[name](first, second, *arguments)
     results = results if isinstance(results, tuple) else (results,)
     tile = contrastive_cuda.LEAN_TILE_BYTES if name == "info_nce_gradients" else contrastive_cuda.TILE_BYTES
-    assert live.most - sum(one.untyped_storage().nbytes() for one in results) < 1.5 * tile + 100e6  # nt_xent joins its rows
+    assert (
+        live.most - sum(one.untyped_storage().nbytes() for one in results) < 1.5 * tile + 100e6
+    )  # nt_xent joins its rows

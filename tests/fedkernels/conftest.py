@@ -73,7 +73,10 @@ def need_gpu() -> None:
 
 def is_on_gpu(request: pytest.FixtureRequest) -> bool:
     """Does this case of a test run the operators on a GPU?"""
-    return getattr(request.node, "callspec", None) is not None and request.node.callspec.params.get("implementation") == "cuda"
+    return (
+        getattr(request.node, "callspec", None) is not None
+        and request.node.callspec.params.get("implementation") == "cuda"
+    )
 
 
 def rounding_of_weights(function: Callable[..., Any], *dtypes: torch.dtype) -> float:

@@ -249,7 +249,11 @@ def assert_equal(found, truth):
 
 
 @EVERY
-def test_small_case(name, times=1):
+def test_small_case(name):
+    check_small_case(name)
+
+
+def check_small_case(name, times=1):
     """Against the same in float64 on the CPU, of the inputs as they were rounded."""
     case = CASES[name]
     found = case.call(*on("cuda", name))
@@ -268,7 +272,7 @@ def test_small_case_in_several_tiles(name, monkeypatch):
         monkeypatch.setattr(contrastive_cuda, kind, 4 * 22 * 30)
     monkeypatch.setattr(contrastive_cuda, "_TILE_ROWS", 22)
     # Its rows are query and key here: the gradient is the sum of two, each rounded to 16 bits.
-    test_small_case(name, 4 if name.startswith("supervised") else 1)
+    check_small_case(name, 4 if name.startswith("supervised") else 1)
 
 
 @pytest.mark.parametrize("backward_too", [False, True])
@@ -295,9 +299,7 @@ def test_a_scale_may_be_on_the_cpu(name):
     rows = [(randn(37, 24, seed=seed) / 5).cuda().requires_grad_() for seed in (1, 2)]
     scales = [torch.tensor(number, requires_grad=True) for number in (0.5, -2.0)][: 1 + (name == "sigmoid_loss")]
     there = [scale.detach().cuda().requires_grad_() for scale in scales]
-    found, truth = (
-        torch.autograd.grad(getattr(fk, name)(*rows, *given), [*rows, *given]) for given in (scales, there)
-    )
+    found, truth = (torch.autograd.grad(getattr(fk, name)(*rows, *given), [*rows, *given]) for given in (scales, there))
     assert_equal([one.cpu() for one in found], [one.cpu() for one in truth])
     assert not found[2].is_cuda
 
@@ -397,7 +399,9 @@ def test_works_beside_the_current_device(name):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
 @pytest.mark.parametrize("keys_learn", [False, True])
-@pytest.mark.parametrize(("options", "limit"), [({}, 650e6), ({"reduction": "none"}, 650e6), ({"recompute": True}, 120e6)])
+@pytest.mark.parametrize(
+    ("options", "limit"), [({}, 650e6), ({"reduction": "none"}, 650e6), ({"recompute": True}, 120e6)]
+)
 def test_logits_are_never_held(dtype, keys_learn, options, limit):
     rows = 32_768
     query, key = (randn(rows, 64, seed=seed).to(dtype).cuda() / 8 for seed in (1, 2))
