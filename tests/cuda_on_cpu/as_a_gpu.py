@@ -2,8 +2,8 @@
 
     python -m pytest -p tests.cuda_on_cpu.as_a_gpu tests/fedkernels/test_contrastive.py -m gpu
 
-It takes minutes a file and is no part of any other run. Autocast, memory that is changed later and `test_cuda.py` need a
-real GPU: the emulation's tensors are the CPU's own.
+It takes minutes a file and is no part of any other run. Autocast, memory that is changed later and `test_cuda.py` need
+a real GPU: the emulation's tensors are the CPU's own.
 """
 
 import functools
