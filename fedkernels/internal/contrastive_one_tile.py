@@ -6,7 +6,6 @@ torch.library registers take longer to call than all of this.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -71,14 +70,13 @@ def value(
         number, scale = 1 / scale if loss.divides else scale, None
     if bias is not None and not isinstance(bias, Tensor):
         bias = query.new_full((), bias, dtype=torch.float64)
-    with _without_autocast(query):
-        result: Tensor = _OneTile.apply(query, key, scale, bias, loss, number, left_out, classes)
-    return result
-
-
-def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """A region in which torch multiplies as it is told. Entering one takes the host longer than looking."""
-    return no_autocast(tensor) if torch.is_autocast_enabled("cuda") else nullcontext()
+    given = loss, number, left_out, classes
+    if not torch.is_autocast_enabled("cuda"):  # to look takes the host less long than to enter a region without
+        result: Tensor = _OneTile.apply(query, key, scale, bias, given)
+        return result
+    with no_autocast(query):
+        result = _OneTile.apply(query, key, scale, bias, given)
+        return result
 
 
 class _OneTile(torch.autograd.Function):
@@ -89,11 +87,9 @@ class _OneTile(torch.autograd.Function):
         key: Tensor | None,
         scale: Tensor | None,
         bias: Tensor | None,
-        loss: Loss,
-        number: float,
-        left_out: Sequence[Tensor | None],
-        classes: Tensor | None,
+        given: tuple[Loss, float, Sequence[Tensor | None], Tensor | None],
     ) -> Tensor:
+        loss, number, left_out, classes = given
         rows = query.contiguous()
         keys = rows if key is None else key.contiguous()
         dtype = compute_dtype(rows)
@@ -119,13 +115,12 @@ class _OneTile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with _without_autocast(grad):
-            if torch.is_grad_enabled():
-                return (*_Gradients.apply(ctx, grad, *ctx.saved_tensors), *_NO_GRADIENTS)
-            return (*_gradients(ctx, grad), *_NO_GRADIENTS)
-
-
-_NO_GRADIENTS = (None,) * 4  # of what is no tensor
+        if torch.is_grad_enabled():
+            return (*_Gradients.apply(ctx, grad, *ctx.saved_tensors), None)
+        if not torch.is_autocast_enabled("cuda"):
+            return (*_gradients(ctx, grad), None)
+        with no_autocast(grad):
+            return (*_gradients(ctx, grad), None)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,7 +147,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, first: Any, grad: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
         ctx.name = first.name
-        return _gradients(first, grad)
+        with no_autocast(grad):
+            return _gradients(first, grad)
 
     @staticmethod
     @once_differentiable
