@@ -1,7 +1,7 @@
 """``python -m benchmarks.tiles``: the contrastive losses on a GPU by the size of a tile, and the kernels of a call.
 
-It prints milliseconds of the loss with all its gradients in bfloat16, the median of five calls by CUDA events, and which
-kernels a call consists of, by torch's profiler. Without a GPU it runs tiny sizes on the CPU, to see that it runs.
+It prints milliseconds of the loss with all its gradients in bfloat16, the median of five calls by CUDA events, and
+which kernels a call consists of, by torch's profiler. Without a GPU it runs tiny sizes on the CPU, to see that it runs.
 """
 
 from __future__ import annotations
