@@ -160,7 +160,7 @@ LOSSES: dict[str, tuple[Loss, Loss, int, int]] = {
 }
 
 
-def _call(loss: Loss, rows: int, width: int, counts: tuple[int, int], like: Tensor) -> Callable[[], object]:
+def call_of(loss: Loss, rows: int, width: int, counts: tuple[int, int], like: Tensor) -> Callable[[], object]:
     inputs = [torch.randn(rows, width).to(like).requires_grad_() for _ in range(counts[0])]
     inputs += [torch.ones((), dtype=torch.float32).to(like.device).requires_grad_() for _ in range(counts[1])]
     labels = [torch.arange(rows).to(like.device) // 2] if counts[0] == 1 else []  # of SupCon, which takes one matrix
@@ -174,7 +174,7 @@ def launches_of(name: str, rows: int, plain: bool = False) -> int:
     like = torch.empty(0, dtype=torch.bfloat16, device="meta")
     launches = Launches()
     with as_on_cuda(kernels_that_count(launches), 1):
-        call = _call(eager if plain else ours, rows, 512, (counts[0], counts[1]), like)
+        call = call_of(eager if plain else ours, rows, 512, (counts[0], counts[1]), like)
         launches.count = 0
         with launches:
             call()
@@ -200,7 +200,7 @@ def host_seconds(name: str, rows: int, repeats: int = 20) -> tuple[float, float]
     found: tuple[list[float], list[float]] = [], []
     with as_on_cuda(without_kernels(), _SHRINK):
         calls = [
-            _call(loss, size, 8, (counts[0], counts[1]), torch.empty(0))
+            call_of(loss, size, 8, (counts[0], counts[1]), torch.empty(0))
             for loss, size in ((ours, max(rows // _SHRINK, 2)), (eager, 8))
         ]
         for _ in range(repeats + 1):  # the first warms up

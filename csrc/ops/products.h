@@ -1,4 +1,4 @@
-// Products of matrices by torch, through its dispatcher: a call from C++ takes the host half as long as one from Python.
+// Products of matrices by torch, through its dispatcher: from C++ they take the host less long than from Python.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

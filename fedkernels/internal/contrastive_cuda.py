@@ -1,9 +1,9 @@
 """The contrastive losses on CUDA: torch's BLAS forms the products, csrc/cuda/contrastive_tiles.cu the rest.
 
-The logits of all pairs are formed in tiles. A first pass joins their log-sum-exps
-over the keys and, where they are wanted, over the queries. A second pass forms the tiles again; the weights of a tile's
-pairs take the logits' place, and two more products make gradients of them. Where a tile holds all keys of its queries,
-one pass does both. Tiles depend on shapes and dtypes only.
+The logits of all pairs are formed in tiles. A first pass joins their log-sum-exps over the keys and, where they are
+wanted, over the queries. A second pass forms the tiles again; the weights of a tile's pairs take the logits' place, and
+two more products make gradients of them. Where a tile holds all keys of its queries, one pass does both. Tiles depend
+on shapes and dtypes only.
 
 16-bit rows are multiplied as they are, and products summed and returned in float32. Their weights are rounded to 16
 bits, but for the positives', whose rounding is made good: there p - 1 may be anything between -1 and nearly 0. The
@@ -19,7 +19,7 @@ from torch import Tensor
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
 # Of a tile's logits. Large tiles are faster, though they do not stay in the second-level cache: see csrc/README.md.
-# Where gradients are formed in the backward pass, which is asked for to save memory, half of that cache is enough.
+# Where no gradient is formed with the loss (`recompute`, which is asked for to save memory), half of that cache.
 TILE_BYTES, LEAN_TILE_BYTES = 256 << 20, 24 << 20
 _TILE_ROWS = 2048
 # Tiles of all keys have at least so many rows, or all: with fewer, reading the keys takes longer than multiplying them,
