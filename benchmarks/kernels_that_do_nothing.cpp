@@ -27,13 +27,16 @@ static void sigmoid(Tensor, Integers, double, Tensors, Tensor, double, Tensor, T
 static void finish(Tensor weights, int64_t, bool, bool, double, double, Maybe, Maybe, Tensor query, Tensor key, bool wide,
                    Maybe to_query, Maybe to_key, Tensor, Tensor, Maybe, Maybe) {
   const ScalarType dtype = weights.scalar_type();
-  if (to_query) fedkernels::product(weights, key, *to_query, dtype, wide);
-  if (to_key) fedkernels::product(torch::stable::transpose(weights, 0, 1), query, *to_key, dtype, wide);
+  if (to_query) fedkernels::product(weights, key, &*to_query, dtype, wide);
+  if (to_key) fedkernels::product(torch::stable::transpose(weights, 0, 1), query, &*to_key, dtype, wide);
 }
 
-static std::tuple<Tensor, Tensor> one_tile(Tensor products, int64_t, bool, bool, double, double, double, double, double,
-                                           Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, bool) {
-  return {memory_on(products, {}, products.scalar_type()), memory_on(products, {3}, ScalarType::Double)};
+static std::tuple<Tensor, Tensor, Tensor> one_tile(Tensor query, Tensor key, int64_t, bool, bool, double, double, double,
+                                                   double, double, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, bool wide,
+                                                   bool, bool) {
+  const Tensor across = torch::stable::transpose(key, 0, 1);
+  const Tensor products = fedkernels::product(query, across, nullptr, query.scalar_type(), wide);
+  return {memory_on(products, {}, products.scalar_type()), memory_on(products, {3}, ScalarType::Double), products};
 }
 static std::tuple<Tensor, Tensor> in_one(Tensor query, Tensor, double, bool) {
   return {memory_on(query, {query.size(0)}, ScalarType::Float),

@@ -68,11 +68,13 @@ def kernels_that_count(launches: Launches) -> SimpleNamespace:
     def sums(products: Tensor, *arguments: Any) -> None:
         launches.count += 1 + (arguments[4].numel() > 0)  # of columns
 
-    def one_tile(products: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        of_columns, *_, bias, weights, _ = arguments[4:]
-        # The sums by row and column, the weights, and the reduction; a sigmoid loss has its weights with its sums.
-        launches.count += 2 + (0 if bias is not None else (of_columns > 0) + (weights is not None))
-        return products.new_empty(()), products.new_empty(3, dtype=torch.float64)
+    def one_tile(query: Tensor, key: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        of_columns, *_, bias, _, wanted, _ = arguments[4:]
+        # The product, the sums by row and column, the weights, and the reduction; a sigmoid loss has its weights with
+        # its sums.
+        launches.count += 3 + (0 if bias is not None else (of_columns > 0) + wanted)
+        weights = query.new_empty(len(query), len(key))
+        return query.new_empty(()), query.new_empty(3, dtype=torch.float64), weights
 
     def in_one(query: Tensor, key: Tensor, temperature: float, gradient: bool) -> tuple[Tensor, Tensor]:
         launches.count += 2

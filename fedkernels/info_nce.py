@@ -75,22 +75,21 @@ def info_nce(
     temperature = checks.positive_number_or_tensor("temperature", temperature, query.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     recompute = checks.boolean("recompute", recompute)
-    positives = _check_positives(positives, query, key)
+    positives = _check_positives(positives, query, rows, keys)
     if negatives is not None:
         key = contrastive.with_negatives(query, key, negatives)
         keys = key.shape[0]
     leaves_out = labels is not None or excluded is not None
     if leaves_out:
         _check_left_out(labels, excluded, query, key)
-    plain = not (leaves_out or isinstance(positives, Tensor) or isinstance(temperature, Tensor))
     if (
         not (recompute or isinstance(positives, Tensor))
-        and not (plain and _one_kernel_is_faster(query, key))
+        and not (_one_kernel_is_faster(query, key) and not leaves_out and not isinstance(temperature, Tensor))
         and contrastive_one_tile.serves(query, key, reduction, rows * keys)
         and contrastive.operator("info_nce", query, key, temperature) is not None
     ):
         divisor = rows if reduction == "mean" else 1.0
-        loss = contrastive_one_tile.Loss("info_nce", shift=positives, divides=True, divisor=divisor)
+        loss = contrastive_one_tile.Loss("info_nce", 1.0, 0.0, False, positives, True, divisor)
         left_out = contrastive_one_tile.NOTHING
         if leaves_out:
             left_out = *(labels or (None, None)), excluded
@@ -136,21 +135,21 @@ def _by_similarities(
     return reduce(of_queries - cast(Tensor, of_positives), reduction).to(compute_dtype(query, key))
 
 
-def _check_positives(positives: object, query: Tensor, key: Tensor) -> int | Tensor:
+def _check_positives(positives: object, query: Tensor, queries: int, keys: int) -> int | Tensor:
     """An offset or int64 [B], within the rows of key."""
-    queries, keys = query.shape[0], key.shape[0]
     if isinstance(positives, Tensor):
         checks.integers("positives", positives, (queries,), "[B]")
         checks.same_device(query=query, positives=positives)
         if keys == 0:
-            raise ValueError(f"key must not be empty in N, got shape {list(key.shape)}")
+            raise ValueError(f"key must not be empty in N, got shape [0, {query.shape[1]}]")
         if checks.has_values(positives):
             lowest, highest = positives.aminmax()
             # Under a FakeTensorMode they are without values, even those of a tensor that has values.
             if checks.has_values(lowest) and not 0 <= int(lowest) <= int(highest) < keys:
                 raise ValueError(f"positives must be from 0 to N - 1 = {keys - 1}, got {int(lowest)} to {int(highest)}")
         return positives
-    positives = checks.integer("positives", positives, "an integer or an int64 tensor [B]")
+    if type(positives) is not int:
+        positives = checks.integer("positives", positives, "an integer or an int64 tensor [B]")
     if positives < 0:
         raise ValueError(f"positives must be an offset of at least 0, got {checks.short(positives)}")
     if keys < queries + positives:

@@ -333,7 +333,8 @@ const char* run(const ContrastivePass& given, void* memory, Stream stream) {
   pass.row_count = static_cast<int>(given.row_count);
   pass.column_count = static_cast<int>(given.column_count);
   pass.temperature = static_cast<float>(given.temperature);
-  pass.scale = static_cast<float>(1.4426950408889634 / given.temperature);
+  // Never 0, however high the temperature: a logit of minus infinity keeps its value.
+  pass.scale = fmaxf(static_cast<float>(1.4426950408889634 / given.temperature), 1e-36f);
   const int tiles = static_cast<int>(up(given.column_count, COLUMNS) / COLUMNS), most = parts_of(given);
   pass.tiles_of_part = (tiles + most - 1) / most;
   pass.parts = (tiles + pass.tiles_of_part - 1) / pass.tiles_of_part;

@@ -13,7 +13,9 @@ namespace fedkernels::cuda {
 
 namespace {
 
-constexpr int THREADS = 256, GROUPS = 32, ROWS_OF_BLOCK = 16, AT_ONCE = 8;
+constexpr int THREADS = 256, ROWS_OF_BLOCK = 32, AT_ONCE = 8;
+template <typename Number>
+constexpr int GROUPS = sizeof(Number) == 8 ? 16 : 32;  // of the threads of 32 columns: more have too few registers
 constexpr double LOG2_OF_E = 1.4426950408889634;
 
 __device__ inline float power_of_two(float x) { return exp2_approximate(x); }
@@ -53,6 +55,15 @@ __device__ inline double scale_of(const ContrastiveTile& tile) {
   return tile.divides ? tile.scale / factor : tile.scale * factor;
 }
 
+// The scale of exponents. It is never 0, however high the temperature: a logit of minus infinity keeps its value, and a
+// log-sum-exp divided by the scale is finite in Number.
+template <typename Number>
+__device__ inline double scale_of_exponents(const ContrastiveTile& tile) {
+  constexpr double LEAST = sizeof(Number) == 8 ? 1e-300 : 1e-36;
+  const double scale = scale_of(tile);
+  return fabs(scale) < LEAST ? LEAST : scale;
+}
+
 __device__ inline int64_t positive_of(const ContrastiveTile& tile, int64_t row) {
   if (tile.positives) return tile.positives[row];
   if (tile.shift < 0) return -1;
@@ -79,13 +90,13 @@ __device__ inline int in_tile(const ContrastiveTile& tile, int64_t column) {
 
 // One block a row. LISTED: labels or a mask leave out pairs.
 template <typename Number, bool LISTED>
-__global__ void __launch_bounds__(THREADS) row_sums_kernel(ContrastiveTile tile, double* sums, double* of_positives,
-                                                           double* counted) {
+__global__ void __launch_bounds__(THREADS, sizeof(Number) == 8 ? 2 : 6)
+    row_sums_kernel(ContrastiveTile tile, double* sums, double* of_positives, double* counted) {
   SHARED(largest_of_warps, Number[THREADS / 32]);
   SHARED(total_of_warps, double[THREADS / 32]);
   const int64_t row = tile.first_row + blockIdx.x, positive = positive_of(tile, row);
   const Number* const products = static_cast<const Number*>(tile.products) + blockIdx.x * tile.columns;
-  const double exact_scale = scale_of(tile);
+  const double exact_scale = scale_of_exponents<Number>(tile);
   const Number unit = static_cast<Number>(exact_scale * LOG2_OF_E);
   const int columns = static_cast<int>(tile.columns), self = itself(tile, row, tile.first_column, tile.columns);
   Number largest = -INFINITY, total = 0;
@@ -126,24 +137,24 @@ __global__ void __launch_bounds__(THREADS) row_sums_kernel(ContrastiveTile tile,
   }
 }
 
-// One block for 32 columns: a lane has a column, a warp every 32nd row of them.
+// One block for 32 columns: a lane has a column, a warp every 32nd (float64: 16th) row of them.
 template <typename Number, bool LISTED>
-__global__ void __launch_bounds__(32 * GROUPS) column_sums_kernel(ContrastiveTile tile, double* sums) {
-  SHARED(of_groups, Number[GROUPS][32]);
-  SHARED(totals, double[GROUPS][32]);
+__global__ void __launch_bounds__(32 * GROUPS<Number>, 1) column_sums_kernel(ContrastiveTile tile, double* sums) {
+  SHARED(of_groups, Number[GROUPS<Number>][32]);
+  SHARED(totals, double[GROUPS<Number>][32]);
   const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + lane, column = tile.first_column + c;
   const int rows = c < tile.columns ? static_cast<int>(tile.rows) : 0;
   const Number* const products = static_cast<const Number*>(tile.products) + c;
-  const double exact_scale = scale_of(tile);
+  const double exact_scale = scale_of_exponents<Number>(tile);
   const Number unit = static_cast<Number>(exact_scale * LOG2_OF_E);
   const int self = itself(tile, column, tile.first_row, tile.rows);
   Number largest = -INFINITY, total = 0;
-  for (int r = group; r < rows; r += AT_ONCE * GROUPS) {
+  for (int r = group; r < rows; r += AT_ONCE * GROUPS<Number>) {
     Number x[AT_ONCE];
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
-      const int at = r + k * GROUPS;
+      const int at = r + k * GROUPS<Number>;
       bool out = at >= rows || at == self;
       if (LISTED && !out) out = left_out(tile, tile.first_row + at, column, positive_of(tile, tile.first_row + at));
       x[k] = out ? -INFINITY : products[at * tile.columns];
@@ -153,12 +164,12 @@ __global__ void __launch_bounds__(32 * GROUPS) column_sums_kernel(ContrastiveTil
   of_groups[group][lane] = largest;
   __syncthreads();
   Number top = largest;
-  for (int i = 0; i < GROUPS; ++i) top = Greatest()(top, of_groups[i][lane]);
+  for (int i = 0; i < GROUPS<Number>; ++i) top = Greatest()(top, of_groups[i][lane]);
   totals[group][lane] = total_below(top, unit, largest, total);
   __syncthreads();
   if (group || c >= tile.columns) return;
   double sum = 0;
-  for (int i = 0; i < GROUPS; ++i) sum += totals[i][lane];
+  for (int i = 0; i < GROUPS<Number>; ++i) sum += totals[i][lane];
   sums[column] = log_of_sum(tile.first_row ? sums[column] : -INFINITY, top * exact_scale + log(sum));
 }
 
@@ -183,9 +194,11 @@ __device__ inline void round_to(float value, BFloat* to) { to->bits = float_to_b
 __device__ inline void round_to(float value, float* to) { *to = value; }
 __device__ inline void round_to(double value, double* to) { *to = value; }
 
-// A thread has a column, and some rows of it. Blocks lie in one row of the grid, whose other sides end at 65,535.
+// A thread has a column, and some rows of it. Blocks lie in one row of the grid, whose other sides end at 65,535. So many
+// blocks at once keep enough reads in flight; left alone the compiler takes the registers of half of them.
 template <typename Number, typename To, bool LISTED, bool COLUMNS>
-__global__ void __launch_bounds__(THREADS) weights_kernel(ContrastiveTile tile, ContrastiveWeights given) {
+__global__ void __launch_bounds__(THREADS, sizeof(Number) == 8 ? 2 : 4)
+    weights_kernel(ContrastiveTile tile, ContrastiveWeights given) {
   struct alignas(16) Row {
     Sums<Number> sums;
     int positive, self;  // columns of the tile
@@ -194,9 +207,18 @@ __global__ void __launch_bounds__(THREADS) weights_kernel(ContrastiveTile tile, 
   SHARED(of_warps, double[THREADS / 32]);
   const unsigned across = static_cast<unsigned>((tile.columns + THREADS - 1) / THREADS);
   const int64_t first = static_cast<int64_t>(blockIdx.x / across) * ROWS_OF_BLOCK, first_row = tile.first_row + first;
-  const double exact_scale = scale_of(tile);
-  const int rows = static_cast<int>(tile.rows - first < ROWS_OF_BLOCK ? tile.rows - first : ROWS_OF_BLOCK);
-  if (static_cast<int>(threadIdx.x) < rows) {
+  const double exact_scale = scale_of_exponents<Number>(tile);
+  const int all_rows = static_cast<int>(tile.rows - first < ROWS_OF_BLOCK ? tile.rows - first : ROWS_OF_BLOCK);
+  const int columns = static_cast<int>(tile.columns), c = (blockIdx.x % across) * THREADS + threadIdx.x;
+  const int rows = c < columns ? all_rows : 0;
+  const Number* from = static_cast<const Number*>(tile.products) + first * columns + c;
+  Number next[AT_ONCE];
+  const auto read_next = [&](int begin) {
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k, from += columns) next[k] = begin + k < rows ? *from : 0;
+  };
+  read_next(0);
+  if (static_cast<int>(threadIdx.x) < all_rows) {
     const int64_t row = first_row + threadIdx.x;
     Row& here = of_rows[threadIdx.x];
     here.sums.read(given.rows, given.row_weights, given.constants[0], row, exact_scale);
@@ -204,22 +226,21 @@ __global__ void __launch_bounds__(THREADS) weights_kernel(ContrastiveTile tile, 
     here.self = itself(tile, row, tile.first_column, tile.columns);
   }
   __syncthreads();
-  const int columns = static_cast<int>(tile.columns), c = (blockIdx.x % across) * THREADS + threadIdx.x;
   const int64_t column = tile.first_column + c;
   Sums<Number> of_column;
-  if (COLUMNS && c < columns) {
+  if (COLUMNS && rows > 0) {
     of_column.read(given.columns, given.column_weights, given.constants[1], column, exact_scale);
   }
-  const Number* const products = static_cast<const Number*>(tile.products) + first * columns + c;
-  To* const weights = static_cast<To*>(given.weights.data) + first * columns + c;  // perhaps the products' memory
+  To* to = static_cast<To*>(given.weights.data) + first * columns + c;  // perhaps the products' memory
   const Number unit = static_cast<Number>(exact_scale * LOG2_OF_E), factor = static_cast<Number>(given.factor);
   Number of_scale = 0;
-  for (int begin = 0; c < columns && begin < rows; begin += AT_ONCE) {
+  for (int begin = 0; begin < rows; begin += AT_ONCE) {
     Number x[AT_ONCE];
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) x[k] = begin + k < rows ? products[(begin + k) * columns] : 0;
+    for (int k = 0; k < AT_ONCE; ++k) x[k] = next[k];
+    read_next(begin + AT_ONCE);  // before anything is written, of which the compiler does not know that it is elsewhere
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) {
+    for (int k = 0; k < AT_ONCE; ++k, to += columns) {
       const int r = begin + k;
       if (r >= rows) break;
       const Row& here = of_rows[r];
@@ -234,7 +255,6 @@ __global__ void __launch_bounds__(THREADS) weights_kernel(ContrastiveTile tile, 
                                                              : given.constants[2]);
       }
       of_scale += weight * x[k];
-      To* const to = weights + r * columns;
       round_to(weight * factor, to);
       if (positive && given.rest) given.rest[first_row + r] = static_cast<float>(weight * factor - widen(*to));
     }
@@ -317,13 +337,14 @@ __global__ void __launch_bounds__(THREADS) reduce_kernel(ContrastiveTile tile, C
   given.numbers[2] = 1 / divisor;
 }
 
-// A block has some rows, the queries' first and then the keys'.
-__global__ void __launch_bounds__(THREADS) finish_kernel(ContrastiveTile tile, ContrastiveGradients given, int64_t rows) {
+// Each of the rows, the queries' first and then the keys', has `across` threads, and each of these four columns at once.
+__global__ void __launch_bounds__(THREADS, 3)
+    finish_kernel(ContrastiveTile tile, ContrastiveGradients given, int64_t rows, unsigned across) {
   const double grad = read_one(given.grad, 0), unit = grad * scale_of(tile) * given.numbers[2] / given.factor;
-  const int64_t queries = given.to[0].data ? given.counts[0] : 0;
+  const int64_t queries = given.to[0].data ? given.counts[0] : 0, of_block = THREADS / across;
   // A tile of all pairs has fewer than 2^31 rows and columns.
   const unsigned all = static_cast<unsigned>(tile.all_columns), shift = static_cast<unsigned>(tile.shift) % all;
-  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {
+  for (int64_t i = blockIdx.x * of_block + threadIdx.x / across; i < rows; i += gridDim.x * of_block) {
     const int side = i >= queries;
     const int64_t row = side ? i - queries : i;
     const Array &others = given.rows[1 - side], &to = given.to[side];
@@ -331,19 +352,29 @@ __global__ void __launch_bounds__(THREADS) finish_kernel(ContrastiveTile tile, C
     const int64_t other = (static_cast<unsigned>(row) + (side ? all - shift : shift)) % all;
     const bool made_good = given.rest && other < given.counts[1 - side];
     const double rest = made_good ? given.rest[side ? other : row] : 0;
-    for (int64_t column = threadIdx.x; column < given.width; column += THREADS) {
-      double sum = read_one(given.sums[side], row * given.width + column);
-      if (made_good) sum += rest * read_one(others, other * given.width + column);
+    for (int64_t column = threadIdx.x % across * 4; column < given.width; column += across * 4) {
+      const int count = static_cast<int>(given.width - column < 4 ? given.width - column : 4);
+      double sums[4], positive[4] = {};
+      read_four(sums, given.sums[side], row * given.width + column, count);
+      if (made_good) read_four(positive, others, other * given.width + column, count);
+      double of_class[4] = {}, members = 0;
       if (tile.classes && given.counted[row] > 0) {  // both of a pair have the weight -1 / members
-        double of_class = 0, members = 0;
         for (int64_t j = 0; j < given.counts[0]; ++j) {
           if (j == row || tile.classes[j] != tile.classes[row]) continue;
-          of_class += read_one(given.rows[0], j * given.width + column);
+          double one[4];
+          read_four(one, given.rows[0], j * given.width + column, count);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) of_class[k] += one[k];
           ++members;
         }
-        sum -= 2 * given.factor / members * of_class;
       }
-      write_one(to, row * given.width + column, unit * sum);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (made_good) sums[k] += rest * positive[k];
+        if (members > 0) sums[k] -= 2 * given.factor / members * of_class[k];
+        sums[k] *= unit;
+      }
+      write_four(to, row * given.width + column, sums, count);
     }
   }
   if (blockIdx.x || threadIdx.x) return;
@@ -362,7 +393,7 @@ const char* sums_of(const ContrastiveTile& tile, double* rows, double* columns, 
   const auto by_rows = lists(tile) ? row_sums_kernel<Number, true> : row_sums_kernel<Number, false>;
   const char* error = launch(of_rows, stream, by_rows, tile, rows, of_positives, counted);
   if (error || !columns) return error;
-  const Shape of_columns = {dim3(blocks(tile.columns, 32)), dim3(32 * GROUPS)};
+  const Shape of_columns = {dim3(blocks(tile.columns, 32)), dim3(32 * GROUPS<Number>)};
   const auto by_columns = lists(tile) ? column_sums_kernel<Number, true> : column_sums_kernel<Number, false>;
   return launch(of_columns, stream, by_columns, tile, columns);
 }
@@ -424,7 +455,10 @@ extern "C" const char* cuda_contrastive_reduce(const ContrastiveTile* tile, cons
 extern "C" const char* cuda_contrastive_finish(const ContrastiveTile* tile, const ContrastiveGradients* given,
                                                Stream stream) {
   const int64_t rows = (given->to[0].data ? given->counts[0] : 0) + (given->to[1].data ? given->counts[1] : 0);
-  constexpr int64_t MOST = 2048;  // blocks keep a device busy, and each thread prepares once for its rows
-  const Shape shape = {dim3(blocks(rows < 1 ? 1 : rows < MOST ? rows : MOST, 1)), dim3(THREADS)};
-  return launch(shape, stream, finish_kernel, *tile, *given, rows);
+  constexpr unsigned MOST = 2048;  // blocks keep a device busy, and each thread prepares once for its rows
+  unsigned across = 1;
+  while (across < THREADS && across * 4 < given->width) across *= 2;
+  const unsigned some = blocks(rows < 1 ? 1 : rows, THREADS / across);
+  const Shape shape = {dim3(some < MOST ? some : MOST), dim3(THREADS)};
+  return launch(shape, stream, finish_kernel, *tile, *given, rows, across);
 }

@@ -59,6 +59,36 @@ __device__ inline void read_four(Value (&values)[4], const Array& source, int64_
   }
 }
 
+// target[start + i] = values[i] for i < count <= 4.
+template <typename T>
+__device__ inline void write_four(T* target, int64_t start, const double (&values)[4], int count) {
+  T* const to = target + start;
+  if (count >= 4 && reinterpret_cast<uintptr_t>(to) % alignof(Four<T>) == 0) {
+    Four<T> four;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) narrow(values[i], &four.values[i]);
+    *reinterpret_cast<Four<T>*>(to) = four;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < count) narrow(values[i], to + i);
+    }
+  }
+}
+
+__device__ inline void write_four(const Array& target, int64_t start, const double (&values)[4], int count) {
+  switch (target.dtype) {
+    case DType::f64:
+      return write_four(static_cast<double*>(target.data), start, values, count);
+    case DType::f32:
+      return write_four(static_cast<float*>(target.data), start, values, count);
+    case DType::bf16:
+      return write_four(static_cast<BFloat*>(target.data), start, values, count);
+    case DType::f16:
+      return write_four(static_cast<Half*>(target.data), start, values, count);
+  }
+}
+
 __device__ inline double read_one(const Array& source, int64_t index) {
   switch (source.dtype) {
     case DType::f64:

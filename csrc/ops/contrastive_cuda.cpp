@@ -149,17 +149,25 @@ struct OneTile {
   }
 };
 
-// -> the loss [], and what OneTile finds in memory
-static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(
-    Tensor products, int64_t shift, bool symmetric, bool divides, double of_rows, double of_columns, double divisor,
-    double of_weights, double scale, MaybeTensor row_labels, MaybeTensor column_labels, MaybeTensor excluded,
-    MaybeTensor factor, MaybeTensor classes, MaybeTensor bias, MaybeTensor weights, bool of_scale) {
-  const OnDevice device(products);
+// -> the loss [], what OneTile finds in memory, and the pairs' weights if they are wanted
+static std::tuple<Tensor, Tensor, Tensor> contrastive_one_tile_cuda(
+    Tensor query, Tensor key, int64_t shift, bool symmetric, bool divides, double of_rows, double of_columns,
+    double divisor, double of_weights, double scale, MaybeTensor row_labels, MaybeTensor column_labels,
+    MaybeTensor excluded, MaybeTensor factor, MaybeTensor classes, MaybeTensor bias, bool wide, bool wanted,
+    bool of_scale) {
+  const OnDevice device(query);
+  STD_TORCH_CHECK(query.scalar_type() == key.scalar_type(), "query and key must have one dtype");
+  const bool narrow = is_16_bits(cuda_array_of(query, "query", query.get_device_index()).dtype);
+  const Tensor products = product(query, torch::stable::transpose(key, 0, 1), nullptr,
+                                  narrow ? ScalarType::Float : query.scalar_type(), wide);
   const std::array<MaybeTensor, 6> options = {std::nullopt, row_labels, column_labels, excluded, factor, classes};
   const auto tile = tile_of(products, {0, 0, products.size(1), shift, symmetric, divides}, scale, options);
-  const bool sigmoid = is_there(bias), wanted = is_there(weights);
+  const bool sigmoid = is_there(bias);
   STD_TORCH_CHECK(!symmetric || tile.rows == tile.columns, "a symmetric tile must have as many rows as columns");
-  const Array to = wanted ? weights_array(*weights, products) : Array{};
+  const Tensor weights = !wanted  ? memory_on(query, {0}, query.scalar_type())
+                         : narrow ? memory_on(query, {tile.rows, tile.columns}, query.scalar_type())
+                                  : products;
+  const Array to = wanted ? weights_array(weights, products) : Array{};
   const Tensor loss = memory_on(products, {}, products.scalar_type());
   const Tensor memory = memory_on(products, {OneTile::size(tile)}, ScalarType::Double);
   const OneTile at(memory, tile, to);
@@ -200,7 +208,7 @@ static std::tuple<Tensor, Tensor> contrastive_one_tile_cuda(
     }
   }
   check_cuda(cuda_contrastive_reduce(&tile, &reduction, device.stream()));
-  return {loss, memory};
+  return {loss, memory, weights};
 }
 
 // Two products of the weights and the rows, and the last step, for the memory that is given.
@@ -231,7 +239,7 @@ static void contrastive_finish_cuda(Tensor weights, int64_t shift, bool symmetri
   for (int side = 0; side < 2; ++side) {
     if (!is_there(to[side])) continue;
     const Tensor first = side ? torch::stable::transpose(weights, 0, 1) : weights;
-    sums[side] = product(first, rows[1 - side], *to[side], dtype, wide);
+    sums[side] = product(first, rows[1 - side], &*to[side], dtype, wide);
     gradients.sums[side] = cuda_array_of(*sums[side], "sums", weights.get_device_index());
   }
   optional_on_cuda<const double>(memory, ScalarType::Double, weights, 1);  // it is checked

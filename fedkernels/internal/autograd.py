@@ -20,10 +20,11 @@ def needs_gradient(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def has_tangent(*tensors: Tensor) -> bool:
-    """Does a tensor carry a forward-mode derivative? The references use it; the operators would silently drop it."""
+def has_tangent(*values: Tensor | float) -> bool:
+    """Has one of these a forward-mode derivative? The references use it; the operators would silently drop it."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
+    tensors = [value for value in values if isinstance(value, Tensor)]
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 

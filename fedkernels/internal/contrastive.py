@@ -23,8 +23,7 @@ if native.module is not None:
 
 def operator(name: str, first: Tensor, second: Tensor, *scales: Tensor | float) -> Any:
     """The compiled operator `name`, or None if the reference is to be used."""
-    given = [one for one in (first, second, *scales) if isinstance(one, Tensor)]
-    return None if has_tangent(*given) else native.operator(name, first, second)
+    return None if has_tangent(first, second, *scales) else native.operator(name, first, second)
 
 
 def scaled_rows(rows: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from fedkernels.internal import contrastive_cuda
 from fedkernels.internal.autograd import is_batched, is_without_data, refuse_second_derivative
-from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._precision import no_autocast
 
 _ops = torch.ops.fedkernels
 
@@ -41,7 +41,7 @@ def serves(query: Tensor, key: Tensor, reduction: str, pairs: int) -> bool:
     """Is this for a loss of so many pairs of these rows, which has a compiled operator?"""
     if not query.is_cuda or reduction == "none" or query.dtype != key.dtype:
         return False
-    one_tile = pairs * compute_dtype(query).itemsize <= contrastive_cuda.TILE_BYTES
+    one_tile = pairs * max(query.dtype.itemsize, 4) <= contrastive_cuda.TILE_BYTES
     return one_tile and not torch.compiler.is_compiling() and not is_without_data(query)
 
 
@@ -92,22 +92,17 @@ class _OneTile(torch.autograd.Function):
         loss, number, left_out, classes = given
         rows = query.contiguous()
         keys = rows if key is None else key.contiguous()
-        dtype = compute_dtype(rows)
-        products = contrastive_cuda.multiplied(rows, keys.T, dtype)
-        weights, factor = None, 1.0
-        if True in ctx.needs_input_grad:
-            weights = products
-            if rows.dtype != dtype:
-                weights, factor = torch.empty_like(products, dtype=rows.dtype), contrastive_cuda.WEIGHT_SCALE
+        factor = contrastive_cuda.WEIGHT_SCALE if rows.dtype.itemsize == 2 else 1.0
         shift = loss.shift if classes is None else -1
         kind = shift, loss.symmetric, loss.divides and scale is not None
         if left_out is not NOTHING:
             left_out = [None if one is None else one.contiguous() for one in left_out]
         if classes is not None:
             classes = classes.contiguous()
-        result, memory = _ops.contrastive_one_tile(
-            *(products, *kind, loss.of_rows, loss.of_columns, loss.divisor, factor, number),
-            *(*left_out, scale, classes, bias, weights, ctx.needs_input_grad[2]),
+        wants = ctx.needs_input_grad
+        result, memory, weights = _ops.contrastive_one_tile(
+            *(rows, keys, *kind, loss.of_rows, loss.of_columns, loss.divisor, factor, number),
+            *(*left_out, scale, classes, bias, contrastive_cuda.returns_wide(rows), True in wants, wants[2]),
         )
         ctx.name, ctx.formed = loss.name, (weights, kind, factor, number, classes, memory)
         ctx.save_for_backward(rows, keys, scale, bias)

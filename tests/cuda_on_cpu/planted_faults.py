@@ -66,11 +66,11 @@ contrastive_tiles.cu: reduce_kernel, all, a temperature (nt_xent)
 -(tile.divides ? -tile.scale
 +(tile.divides ? (FAULT ? 1 : -1) * tile.scale
 contrastive_tiles.cu: finish_kernel, bfloat16, a lost positive (info_nce)
--if (made_good) sum +=
-+if (made_good && !(FAULT && side)) sum +=
+-if (made_good) sums[k] +=
++if (made_good && !(FAULT && side)) sums[k] +=
 contrastive_tiles.cu: finish_kernel, all, classes (similarity_logsumexp)
--sum -= 2 * given.factor
-+sum -= (FAULT ? 1 : 2) * given.factor
+-sums[k] -= 2 * given.factor
++sums[k] -= (FAULT ? 1 : 2) * given.factor
 contrastive_tiles.cu: finish_kernel, all, the bias (sigmoid_loss)
 -write_one(given.to_bias, 0, grad * given.numbers[1]);
 +write_one(given.to_bias, 0, grad * given.numbers[FAULT ? 0 : 1]);

@@ -167,7 +167,7 @@ ONE, LONG = torch.ones(1), torch.ones(1).expand(1, 2**24 + 1)
 NOTHING = torch.ones(0)
 OF_SIGMOID = 1.0, [NOTHING] * 6, NOTHING, 1.0, NOTHING, NOTHING, DOUBLE, NOTHING, NOTHING
 OF_FINISH = 0, False, False, 1.0, 1.0, None, None, FLOAT
-NO_OPTIONS = *[None] * 7, False
+NO_OPTIONS = *[None] * 6, False, False, False
 NO_GRADIENTS = False, None, None, ONE, NOTHING, None, None
 OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
 
@@ -184,8 +184,12 @@ OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
         ("contrastive_sigmoid", (FLOAT, [1, 0, 3, 0, 0, 0], *OF_SIGMOID), "long enough"),
         ("contrastive_finish", (FLOAT, *OF_FINISH, FLOAT, *NO_GRADIENTS), "those of the tile"),
         ("contrastive_finish", (FLOAT, *OF_FINISH, FLOAT[:3], *NO_GRADIENTS), "the memory must"),
-        ("contrastive_one_tile", (HALF, 0, False, False, *[1.0] * 5, *NO_OPTIONS), "float32 or float64"),
-        ("contrastive_one_tile", (FLOAT, 0, True, False, *[1.0] * 5, *NO_OPTIONS), "as many rows as columns"),
+        ("contrastive_one_tile", (HALF, FLOAT, 0, False, False, *[1.0] * 5, *NO_OPTIONS), "one dtype"),
+        (
+            "contrastive_one_tile",
+            (FLOAT, FLOAT[:3], 0, True, False, *[1.0] * 5, *NO_OPTIONS),
+            "as many rows as columns",
+        ),
         ("linear_cka_prepare", ([FLOAT, FLOAT[:3]], False), "the same L"),
         ("linear_cka_prepare", ([FLOAT, FLOAT.int()], False), "must be float16"),
         ("linear_cka_prepare", ([FLOAT] * 17, False), "1 to 16 matrices"),

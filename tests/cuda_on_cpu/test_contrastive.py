@@ -4,6 +4,7 @@ Torch's products are those of the CPU here, of rows that are widened first. The 
 """
 
 import ctypes
+import math
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import fedkernels.distributed
 from benchmarks.launches import LOSSES as LOSSES_OF_LAUNCHES
 from benchmarks.launches import launches_of
 from fedkernels import clip_loss, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
-from fedkernels.internal import contrastive_cuda, native
+from fedkernels.internal import contrastive_cuda, contrastive_one_tile, native
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
 from tests.fedkernels.test_cuda import BF16, FP16, FP32, FP64, randn, weighted, with_gradients
 
@@ -158,6 +159,23 @@ def test_logits_beyond_float16(bindings, dtype):
     assert errors(found[:1], truth[:1])[0] < 1e-6
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64])
+def test_temperatures_beyond_float32(bindings, dtype):
+    """All logits are 0 then, and no gradient is NaN."""
+    query, key = FEW.to(dtype), MANY.to(dtype)
+    for temperature in (1e40, 1e308):
+        few = with_gradients(lambda p, q, t=temperature: nt_xent(p, q, t) + clip_loss(p, q, 1 / t))
+        many = with_gradients(lambda q, k, t=temperature: info_nce(q, k, t))
+        found = bindings.results(few, query, VIEW.to(dtype)), bindings.results(many, query, key)
+        assert [one[0].item() for one in found] == pytest.approx([math.log(73) + math.log(37), math.log(300)])
+        assert all(gradient.isfinite().all() for one in found for gradient in one)
+        losses = bindings.results(
+            lambda q, k, t=temperature: info_nce(q, k, t, "none"), query, key
+        )  # by the one kernel in 16 bits
+        assert losses.tolist() == pytest.approx([math.log(300)] * 37)
+
+
 @pytest.mark.parametrize("scale", [1e-7, 1e5])  # beyond what float16 holds
 def test_losses_that_count_differently(bindings, scale):
     call = with_gradients(lambda q, k: scale * weighted(info_nce(q, k, 0.3, "none")))
@@ -242,6 +260,14 @@ def products(monkeypatch):
                 return original(*arguments, **options)
 
         monkeypatch.setattr(contrastive_cuda, product, noting)
+    one_tile = contrastive_one_tile._OneTile.apply
+
+    def noting_rows(query, key, *others):
+        products.seen |= {one.dtype for one in (query, key) if one is not None}
+        with _disable_current_modes():
+            return one_tile(query, key, *others)
+
+    monkeypatch.setattr(contrastive_one_tile._OneTile, "apply", noting_rows)
     return products
 
 
