@@ -24,18 +24,19 @@ static Tensor memory_on(const Tensor& like, const Integers& shape, ScalarType dt
 static void sums(Tensor, Integers, double, Tensors, Tensor, Tensor, Tensor, Tensor) {}
 static void weights(Tensor, Integers, double, Tensors, Tensors, Doubles, double, Tensor, Tensor) {}
 static void sigmoid(Tensor, Integers, double, Tensors, Tensor, double, Tensor, Tensor, Tensor, Tensor, Tensor) {}
-static void finish(Tensor weights, int64_t, bool, bool, double, double, Maybe, Maybe, Tensor query, Tensor key, bool wide,
-                   Maybe to_query, Maybe to_key, Tensor, Tensor, Maybe, Maybe) {
+static std::tuple<Tensor, Tensor> finish(Tensor weights, int64_t, bool, bool, double, double, Maybe, Maybe, Tensor query,
+                                         Tensor key, bool wide, bool of_query, bool of_key, Tensor, Tensor, Maybe, Maybe) {
   const ScalarType dtype = weights.scalar_type();
-  if (to_query) fedkernels::product(weights, key, &*to_query, dtype, wide);
-  if (to_key) fedkernels::product(torch::stable::transpose(weights, 0, 1), query, &*to_key, dtype, wide);
+  const Tensor nothing = memory_on(weights, {0}, dtype), across = torch::stable::transpose(weights, 0, 1);
+  return {of_query ? fedkernels::product(weights, key, dtype, wide) : nothing,
+          of_key ? fedkernels::product(across, query, dtype, wide) : nothing};
 }
 
 static std::tuple<Tensor, Tensor, Tensor> one_tile(Tensor query, Tensor key, int64_t, bool, bool, double, double, double,
                                                    double, double, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe, bool wide,
                                                    bool, bool) {
   const Tensor across = torch::stable::transpose(key, 0, 1);
-  const Tensor products = fedkernels::product(query, across, nullptr, query.scalar_type(), wide);
+  const Tensor products = fedkernels::product(query, across, query.scalar_type(), wide);
   return {memory_on(products, {}, products.scalar_type()), memory_on(products, {3}, ScalarType::Double), products};
 }
 static std::tuple<Tensor, Tensor> in_one(Tensor query, Tensor, double, bool) {

@@ -71,7 +71,8 @@ def info_nce(
     (rows, columns), (keys, key_columns) = query.shape, key.shape
     if key_columns != columns:
         raise ValueError(f"key must have the d = {columns} columns of query, got {key_columns}")
-    checks.same_device(query=query, key=key)
+    if key.device != query.device:
+        checks.same_device(query=query, key=key)  # raises
     temperature = checks.positive_number_or_tensor("temperature", temperature, query.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     recompute = checks.boolean("recompute", recompute)

@@ -158,7 +158,7 @@ static std::tuple<Tensor, Tensor, Tensor> contrastive_one_tile_cuda(
   const OnDevice device(query);
   STD_TORCH_CHECK(query.scalar_type() == key.scalar_type(), "query and key must have one dtype");
   const bool narrow = is_16_bits(cuda_array_of(query, "query", query.get_device_index()).dtype);
-  const Tensor products = product(query, torch::stable::transpose(key, 0, 1), nullptr,
+  const Tensor products = product(query, torch::stable::transpose(key, 0, 1),
                                   narrow ? ScalarType::Float : query.scalar_type(), wide);
   const std::array<MaybeTensor, 6> options = {std::nullopt, row_labels, column_labels, excluded, factor, classes};
   const auto tile = tile_of(products, {0, 0, products.size(1), shift, symmetric, divides}, scale, options);
@@ -212,35 +212,39 @@ static std::tuple<Tensor, Tensor, Tensor> contrastive_one_tile_cuda(
 }
 
 // Two products of the weights and the rows, and the last step, for the memory that is given.
-static void contrastive_finish_cuda(Tensor weights, int64_t shift, bool symmetric, bool divides, double of_weights,
-                                    double scale, MaybeTensor factor, MaybeTensor classes, Tensor query, Tensor key,
-                                    bool wide, MaybeTensor to_query, MaybeTensor to_key, Tensor grad, Tensor memory,
-                                    MaybeTensor to_scale, MaybeTensor to_bias) {
+static std::tuple<Tensor, Tensor> contrastive_finish_cuda(
+    Tensor weights, int64_t shift, bool symmetric, bool divides, double of_weights, double scale, MaybeTensor factor,
+    MaybeTensor classes, Tensor query, Tensor key, bool wide, bool of_query, bool of_key, Tensor grad, Tensor memory,
+    MaybeTensor to_scale, MaybeTensor to_bias) {
   const OnDevice device(weights);
   const std::array<MaybeTensor, 6> options = {std::nullopt, std::nullopt, std::nullopt, std::nullopt, factor, classes};
   const auto tile = tile_of(weights, {0, 0, weights.size(1), shift, symmetric, divides}, scale, options, false);
   const Tensor rows[2] = {query, key};
-  const MaybeTensor to[2] = {to_query, to_key};
+  const bool wanted[2] = {of_query, of_key};
   cuda::ContrastiveGradients gradients = {};
   gradients.width = rows[0].size(1);
   gradients.factor = of_weights;
   for (int side = 0; side < 2; ++side) {
     gradients.rows[side] = cuda_array_of(rows[side], "rows", weights.get_device_index());
-    gradients.to[side] = optional_array(to[side], "the gradient", weights);
     gradients.counts[side] = rows[side].size(0);
     STD_TORCH_CHECK(rows[side].size(0) == weights.size(side) && rows[side].size(1) == gradients.width &&
-                        rows[side].scalar_type() == weights.scalar_type() &&
-                        (!is_there(to[side]) || to[side]->numel() == rows[side].numel()),
-                    "rows must be those of the tile, and gradients have their shape");
+                        rows[side].scalar_type() == weights.scalar_type(),
+                    "rows must be those of the tile");
   }
   STD_TORCH_CHECK(grad.numel() == 1 && memory.numel() == OneTile::size(tile), "one grad and the memory must be given");
   const ScalarType dtype = is_16_bits(gradients.rows[0].dtype) ? ScalarType::Float : weights.scalar_type();
-  std::optional<Tensor> sums[2];  // they live until the launch
+  std::optional<Tensor> sums[2], to[2];  // they live until the launch
   for (int side = 0; side < 2; ++side) {
-    if (!is_there(to[side])) continue;
+    if (!wanted[side]) {
+      to[side] = memory_on(weights, {0}, weights.scalar_type());
+      continue;
+    }
     const Tensor first = side ? torch::stable::transpose(weights, 0, 1) : weights;
-    sums[side] = product(first, rows[1 - side], &*to[side], dtype, wide);
+    sums[side] = product(first, rows[1 - side], dtype, wide);
+    const bool fits = dtype == weights.scalar_type();  // the sums become the gradient in their place
+    to[side] = fits ? *sums[side] : memory_on(weights, {rows[side].size(0), gradients.width}, weights.scalar_type());
     gradients.sums[side] = cuda_array_of(*sums[side], "sums", weights.get_device_index());
+    gradients.to[side] = cuda_array_of(*to[side], "the gradient", weights.get_device_index());
   }
   optional_on_cuda<const double>(memory, ScalarType::Double, weights, 1);  // it is checked
   const OneTile at(memory, tile, cuda_array_of(weights, "weights", weights.get_device_index()));
@@ -251,6 +255,7 @@ static void contrastive_finish_cuda(Tensor weights, int64_t shift, bool symmetri
   gradients.to_scale = optional_array(to_scale, "the scale's gradient", weights);
   gradients.to_bias = optional_array(to_bias, "the bias's gradient", weights);
   check_cuda(cuda_contrastive_finish(&tile, &gradients, device.stream()));
+  return {*to[0], *to[1]};
 }
 
 // -> the losses [B] and the gradient of their sum in the queries, both float32.

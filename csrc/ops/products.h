@@ -17,13 +17,11 @@ torch::stable::Tensor product_by_torch(const char* overload, const Arguments&...
   return torch::stable::detail::to<torch::stable::Tensor>(stack[0]);
 }
 
-// first @ second in `dtype`: if they have it too, written to `to` where that is given. Else torch returns it so where it
-// is able to (`wide`), or they are widened before.
+// first @ second in `dtype`: where they have another, torch returns it so where it is able to (`wide`), or they are
+// widened before.
 inline torch::stable::Tensor product(const torch::stable::Tensor& first, const torch::stable::Tensor& second,
-                                     const torch::stable::Tensor* to, torch::headeronly::ScalarType dtype, bool wide) {
-  if (first.scalar_type() == dtype) {
-    return to ? product_by_torch("out", first, second, *to) : product_by_torch("", first, second);
-  }
+                                     torch::headeronly::ScalarType dtype, bool wide) {
+  if (first.scalar_type() == dtype) return product_by_torch("", first, second);
   if (wide) return product_by_torch("dtype", first, second, dtype);
   return product_by_torch("", torch::stable::to(first, dtype), torch::stable::to(second, dtype));
 }

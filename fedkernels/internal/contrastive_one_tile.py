@@ -126,14 +126,13 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             None if one is None else (one * grad.view(*grad.shape, *(1,) * one.ndim)).to(one.dtype) for one in found
         )
     of_query, of_key, of_scale, of_bias = ctx.needs_input_grad[:4]
-    to_query, to_key = torch.empty_like(rows) if of_query else None, torch.empty_like(keys) if of_key else None
     to_scale, to_bias = torch.empty_like(scale) if of_scale else None, torch.empty_like(bias) if of_bias else None
     wide = contrastive_cuda.returns_wide(weights)
-    _ops.contrastive_finish(
+    to_query, to_key = _ops.contrastive_finish(
         *(weights, *kind, factor, number, scale, classes, rows, keys, wide),
-        *(to_query, to_key, grad.contiguous(), memory, to_scale, to_bias),
+        *(of_query, of_key, grad.contiguous(), memory, to_scale, to_bias),
     )
-    return to_query, to_key, to_scale, to_bias
+    return to_query if of_query else None, to_key if of_key else None, to_scale, to_bias
 
 
 class _Gradients(torch.autograd.Function):

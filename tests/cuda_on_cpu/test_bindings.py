@@ -168,7 +168,7 @@ NOTHING = torch.ones(0)
 OF_SIGMOID = 1.0, [NOTHING] * 6, NOTHING, 1.0, NOTHING, NOTHING, DOUBLE, NOTHING, NOTHING
 OF_FINISH = 0, False, False, 1.0, 1.0, None, None, FLOAT
 NO_OPTIONS = *[None] * 6, False, False, False
-NO_GRADIENTS = False, None, None, ONE, NOTHING, None, None
+NO_GRADIENTS = False, False, False, ONE, NOTHING, None, None
 OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
 
 
