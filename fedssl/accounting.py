@@ -1,4 +1,4 @@
-"""The memory and operations of a training step, counted on a real step."""
+"""The memory and operations of a training step, counted while it is taken."""
 
 from __future__ import annotations
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from .accounting import StepCost, StepCounter, structure
 from .client import LocalRound
@@ -37,6 +40,8 @@ _WARMUP = 0.05
 #: the costs of the kinds of steps that this process has counted, and how many it remembers
 STEP_COSTS: dict[Hashable, StepCost] = {}
 _MOST_STEP_COSTS = 1000
+#: of a step that is run to be counted or timed: it changes the weights too little for a loss to diverge
+SMALLEST_RATE = 1e-9
 
 
 class TrainingOptions(Options):
@@ -136,7 +141,8 @@ def train_locally(
 
     The optimiser is new in every round, as its state describes weights that the server may have replaced, unless
     `keep_optimizer` says that it continues with the state that it left in the client's memory. Training stops after
-    `most_steps`, for counting a step. Returns what the first step took.
+    `most_steps`, for timing them; with 0 a step is counted and, where that is possible, not run (`_count_step`).
+    Returns what the first step took.
 
     The first step is counted (accounting.py): `memory` in bytes, `flops` of the whole round; on CUDA also
     `cuda_memory`, the allocator's own peak in bytes. A process counts each kind of step once (`_kind_of_step`).
@@ -150,10 +156,16 @@ def train_locally(
     """
     client, objective = local.client, local.objective
     model, device = client.model, client.model.device
+    if most_steps == 0:
+        if device.type == "cpu":  # on a GPU nobody has compared the memory yet
+            with suppress(Exception):  # a part that reads numbers cannot do without; any other error comes again below
+                return _count_step(local, options, regularizers, rounds, keep_optimizer)
+        options, most_steps = options.model_copy(update={"learning_rate": SMALLEST_RATE}), 1
+    without_numbers = isinstance(next(model.parameters()), FakeTensor)
     if device.type == "cpu":
         keep_freed_memory()
     step_kind = _kind_of_step(local, options, regularizers)
-    cost = STEP_COSTS.get(step_kind)
+    cost = None if without_numbers else STEP_COSTS.get(step_kind)
     optimizer = _new_optimizer(model, options)
     if keep_optimizer:
         _continue_optimizer(optimizer, model, client.memory)
@@ -171,6 +183,8 @@ def train_locally(
     last_step = min(steps_in_round, most_steps or sys.maxsize)
 
     def require_finite() -> None:
+        if without_numbers:
+            return
         names = [f"objective {objective.name}", *(f"regularizer {i} {r.name}" for i, r in enumerate(regularizers))]
         _require_finite(unchecked, steps, local, dict(zip(names, parts, strict=False)))
 
@@ -207,9 +221,11 @@ def train_locally(
             scaler.step(optimizer)
             scaler.update()
             if counter:
+                cost = counter.finish(optimizer)
                 if len(STEP_COSTS) >= _MOST_STEP_COSTS:
                     STEP_COSTS.clear()
-                cost = STEP_COSTS[step_kind] = counter.finish(optimizer)
+                if not without_numbers:
+                    STEP_COSTS[step_kind] = cost
             optimizer.zero_grad(set_to_none=True)
             objective.after_step(model)
             steps += 1
@@ -229,6 +245,46 @@ def train_locally(
     local.log("flops", cost.flops * steps)
     if device.type == "cuda":
         local.log("cuda_memory", torch.cuda.max_memory_allocated(device))
+    return cost
+
+
+class _RoundWithoutNumbers(LocalRound):
+    """A round whose views have a shape, a type and a device, and no pixels."""
+
+    def views(
+        self, images: Tensor, samples: Tensor, purpose: str, epoch: int = 0, count: int = 2
+    ) -> tuple[Tensor, ...]:
+        shape = tuple(images.shape[1:])
+        shapes = [shape if i < 2 else self.augmentation.further_shape(shape) for i in range(count)]
+        return tuple(torch.empty(len(images), *one, device=self.client.model.device) for one in shapes)
+
+
+def _count_step(
+    local: LocalRound, options: TrainingOptions, regularizers: Sequence[Regularizer], rounds: int, keep_optimizer: bool
+) -> StepCost:
+    """Return what a step takes, without its products: a copy of the round is trained whose tensors hold no numbers.
+
+    What a step logs is logged as 0. The client's memory gets what a step leaves there, new tensors as zeros, and its
+    weights move a little, as some parts log nothing of a client that has not moved.
+    """
+    client, mode = local.client, FakeTensorMode(allow_non_fake_inputs=True)
+    images = torch.zeros((), dtype=torch.uint8).expand(client.images.shape)  # those in a file cannot be copied
+    of_round = local.received, local.number, local.seed, local.objective, local.augmentation, local.previous
+    with mode, FakeCopyMode(mode):
+        bare = copy.deepcopy(_RoundWithoutNumbers(replace(client, images=images), *of_round))
+        options = options.model_copy(update={"stop_at_collapse": False})
+        cost = train_locally(bare, options, regularizers, rounds, most_steps=1, keep_optimizer=keep_optimizer)
+    for name in bare._logged:
+        local.log(name, 0.0)
+    left, memory = bare.client.memory, client.memory
+    memory.numbers, memory.config = left.numbers, left.config
+    memory.tensors = {
+        name: memory.tensors[name] if name in memory.tensors else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in left.tensors.items()
+    }
+    with torch.no_grad():
+        for parameter in client.model.parameters():
+            parameter.mul_(1 + 1e-6)
     return cost
 
 
@@ -268,7 +324,9 @@ def _new_optimizer(model: Model, options: TrainingOptions) -> torch.optim.Optimi
         how = {"fused": True} if model.device.type == "cpu" else {"foreach": True}
         return torch.optim.SGD(parameters, lr=rate, momentum=options.momentum, weight_decay=decay, **how)
     adam = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-    return adam(parameters, lr=rate, weight_decay=decay, foreach=True)
+    # foreach reads the number of steps, which a step without numbers does not have
+    fused = isinstance(next(model.parameters()), FakeTensor)
+    return adam(parameters, lr=rate, weight_decay=decay, foreach=not fused, fused=fused)
 
 
 def _set_rates(

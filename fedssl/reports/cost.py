@@ -1,16 +1,16 @@
 """The resources that a recipe will need, before any training: memory, operations and traffic, per round and in total.
 
-No formula is involved. The rounds' messages are the method's own, and the training code runs one real step of each kind
-of round, which is counted (accounting.py). A run of the recipe therefore logs the same figures.
+No formula is involved. The rounds' messages are the method's own, and the training code goes through one step of each
+kind of round, at the recipe's batch size and on tensors without numbers, which is counted (training.py, accounting.py).
+A run of the recipe therefore logs the same figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from fractions import Fraction
+from dataclasses import dataclass, fields
 from functools import partial
-from math import isfinite, prod
+from math import isfinite
 from statistics import fmean
 
 from matplotlib.ticker import EngFormatter
@@ -19,20 +19,13 @@ from rich.table import Table as TextTable
 from ..accounting import StepCost, StepCounter
 from ..client import Client
 from ..data.pixels import normalize
-from ..data.stored_images import images_of_rows
-from ..errors import UserError
+from ..data.stored_images import rows_in_place
 from ..federation import Federation
 from ..messages import Message, from_transport
 from ..method import Method
 from ..models.model import Model
 from ..run_folder.storage import csv_text
 from ..training import steps_of_round
-
-#: of the steps counted on a CPU. A step's cost is a polynomial in the batch size, of degree one for layers and two for
-#: terms that compare each image with each, so three sizes determine it at any other
-_BATCH_SIZES = (2, 3, 4)
-#: of the counted steps: their cost is the same at any rate, and on few images the recipe's own may diverge
-_LEARNING_RATE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -51,8 +44,7 @@ class RoundCost:
 def estimate(federation: Federation, newcomers: bool = False) -> list[RoundCost]:
     """Return the resources of every round, in order, with the opening round first if there is one.
 
-    Clients are sampled and drop out as in the run itself; refusals by the guard are not predicted. A step of each kind
-    of round is run once for each architecture: on a CPU three small ones, which determine the cost at any batch size.
+    Clients are sampled and drop out as in the run itself; refusals by the guard are not predicted.
 
     Args:
         newcomers: count as if every client took part for the first time in every round. This is the most that layers
@@ -74,29 +66,28 @@ def estimate(federation: Federation, newcomers: bool = False) -> list[RoundCost]
         sent = method.broadcast(server, chosen, number)
         stage = 1 if method.global_model is None else method.plan(method.global_model, number).stage
         parts = [_ClientRound(k, number, stage, last_stages.get(k), sent[k]) for k in answering]
-        replies = {part.client: counter.reply(part) for part in parts}
-        steps = {part.client: counter.step(part) for part in parts}
+        counts = {part.client: counter.count(part) for part in parts}
         costs.append(
             RoundCost(
                 number,
                 stage,
-                {k: step for k, (step, _) in steps.items()},
-                {k: step.flops * steps_of_round(method.training, len(rows[k])) for k, (step, _) in steps.items()},
+                {k: count.step for k, count in counts.items()},
+                {k: count.step.flops * steps_of_round(method.training, len(rows[k])) for k, count in counts.items()},
                 {k: message.num_bytes for k, message in sent.items()},
-                {k: reply if isinstance(reply, int) else reply.num_bytes for k, reply in replies.items()},
-                {k: one_view for k, (_, one_view) in steps.items()},
+                {k: count.bytes_up for k, count in counts.items()},
+                {k: count.one_view_flops for k, count in counts.items()},
             )
         )
         if not newcomers:
             last_stages |= dict.fromkeys(answering, stage)
-            server = _next_state(method, server, replies, number)
+            server = _next_state(method, server, {k: count.reply for k, count in counts.items()}, number)
     return costs
 
 
-def _next_state(method: Method, server: Message, replies: dict[int, Message | int], number: int) -> Message:
+def _next_state(method: Method, server: Message, replies: dict[int, Message | None], number: int) -> Message:
     """Return the server's next state. The weights stay as they are: they would change but keep their sizes."""
     state = Message(dict(server.tensors), dict(server.numbers), dict(server.config))
-    whole = {k: from_transport(reply, method.transport) for k, reply in replies.items() if isinstance(reply, Message)}
+    whole = {k: from_transport(reply, method.transport) for k, reply in replies.items() if reply}
     for aggregator in method.aggregators:
         if replies and not aggregator.exchanges_weights:
             changed = aggregator.aggregate(server, whole)
@@ -118,6 +109,16 @@ class _ClientRound:
     received: Message
 
 
+@dataclass(frozen=True)
+class _Count:
+    """What a client's part in a round takes; its answer is kept only where more than weights is exchanged."""
+
+    reply: Message | None
+    bytes_up: int
+    step: StepCost
+    one_view_flops: int
+
+
 class _Counter:
     """Counts the clients' parts in the rounds, each kind once; holds the clients' models and memories meanwhile."""
 
@@ -126,12 +127,7 @@ class _Counter:
         # otherwise an answer can contain a client's own name, or depend on its images
         self.only_weights = all(a.exchanges_weights for a in self.method.aggregators)
         self.compares_stages = any(r.needs_previous_model for r in self.method.regularizers)
-        size = self.method.training.batch_size
-        at_once = size <= _BATCH_SIZES[-1] or federation.device.type == "cuda"
-        self.batch_sizes = (size,) if at_once else _BATCH_SIZES
-        self.replies: dict[tuple[object, ...], Message | int] = {}
-        self.steps: dict[tuple[object, ...], tuple[StepCost, int]] = {}
-        self.counted: dict[tuple[object, ...], StepCost] = {}
+        self.counts: dict[tuple[object, ...], _Count] = {}
         self.memories: dict[tuple[object, int | None], Message] = {}
         self.opened: dict[int, Message] = {}
         self.models: dict[str, Model] = {}
@@ -148,61 +144,31 @@ class _Counter:
         down = {k: message.num_bytes for k, message in sent.items() if message.num_bytes}
         return self.method.aggregate(server, replies, 0), RoundCost(0, 0, {}, {}, down, up, {})
 
-    def reply(self, part: _ClientRound) -> Message | int:
-        """Return a client's answer, or only its size in bytes if clients exchange nothing but weights."""
-        key = (*self._kind(part), part.last_stage is None)
-        if not self.only_weights:
-            key += (part.client, *sorted(part.received.config.items()))  # what is asked for may differ by round
-        if key not in self.replies:
-            reply = self._run(part, self.batch_sizes[0])
-            self.replies[key] = reply.num_bytes if self.only_weights else reply
-        return self.replies[key]
-
-    def step(self, part: _ClientRound) -> tuple[StepCost, int]:
-        """Return the cost of a step at the recipe's batch size, and the operations of one image's pass."""
-        kind = self._kind(part)
-        if kind not in self.steps:
-            counted = []
-            for size in self.batch_sizes:
-                key = (*kind, size)
-                if key not in self.counted:
-                    self._run(part, size)
-                counted.append(self.counted[key])
-            values = {field.name: [getattr(cost, field.name) for cost in counted] for field in fields(StepCost)}
-            size = self.method.training.batch_size
-            step = StepCost(**{name: _extrapolate(size, self.batch_sizes, v) for name, v in values.items()})
-            self.steps[kind] = step, self._one_view(part)
-        return self.steps[kind]
-
-    def _kind(self, part: _ClientRound) -> tuple[object, ...]:
-        """Return a key that two clients' rounds share if their steps cost the same."""
-        kind: tuple[object, ...] = (self.federation.recipe.architecture_of(part.client),)
+    def count(self, part: _ClientRound) -> _Count:
+        """Return what a client's part takes; a part of a kind that was counted before takes the same."""
+        kind: tuple[object, ...] = (self.federation.recipe.architecture_of(part.client), part.last_stage is None)
         if self.method.global_model is not None:
             plan = self.method.plan(self.method.global_model, part.number)
             kind += plan.stage, len(plan.active), len(plan.frozen)
         if self.compares_stages:
             kind += (part.last_stage == part.stage,)
-        # weights that arrive are only put into place; other things take operations
-        return kind if self.only_weights else (*kind, part.received.num_bytes)
+        if not self.only_weights:  # weights that arrive are only put into place; what is asked for may differ by round
+            kind += part.received.num_bytes, part.client, *sorted(part.received.config.items())
+        if kind not in self.counts:
+            self.counts[kind] = self._count(part)
+        return self.counts[kind]
 
-    def _run(self, part: _ClientRound, batch_size: int) -> Message:
-        """Run one step, store its cost in `counted`, and return the client's answer.
-
-        The client's memory is that of any client with the same past.
-        """
+    def _count(self, part: _ClientRound) -> _Count:
+        """Count one step. The client's memory is that of any client with the same past."""
         owner: object = self.federation.recipe.architecture_of(part.client) if self.only_weights else part.client
         client = self._client(part.client)
         if part.last_stage is None:
             client.memory = self.opened.get(part.client, Message()).copy()
         else:
             client.memory = self.memories[owner, part.last_stage if self.compares_stages else None].copy()
-        changes: dict[str, float | None] = {"batch_size": batch_size, "learning_rate": _LEARNING_RATE}
-        changes |= {"local_epochs": 1, "local_steps": None}
-        method = replace(self.method, training=self.method.training.model_copy(update=changes))
-        reply, cost = method.counted_round(client, part.received, part.number, most_steps=1)
+        reply, step = self.method.counted_round(client, part.received, part.number, most_steps=0)
         self.memories.setdefault((owner, part.stage if self.compares_stages else None), client.memory)
-        self.counted.setdefault((*self._kind(part), batch_size), cost)
-        return reply
+        return _Count(None if self.only_weights else reply, reply.num_bytes, step, self._one_view(part))
 
     def _client(self, index: int) -> Client:
         """Return a client that shares its model with all clients of its architecture: the weights do not matter."""
@@ -211,7 +177,7 @@ class _Counter:
             self.models[name] = self.federation.new_model(index)
         self.models[name].zero_grad()  # as in a run, where a client starts without gradients
         data, rows = self.federation.dataset, self.federation.client_rows[index]
-        images, labels = images_of_rows(data.train_images, rows), data.train_labels[rows]
+        images, labels = rows_in_place(data.train_images, rows), data.train_labels[rows]
         return Client(index, images, labels, data.public_images, self.models[name])
 
     def _one_view(self, part: _ClientRound) -> int:
@@ -222,20 +188,6 @@ class _Counter:
         with counter.forward():
             client.model.represent(normalize(client.images[:1].to(client.model.device)))
         return counter.flops
-
-
-def _extrapolate(size: int, sizes: Sequence[int], values: Sequence[int]) -> int:
-    """Return the value at `size` of the polynomial through the `values` at `sizes` (Lagrange), without rounding."""
-    total = sum(
-        value * prod(Fraction(size - other, own - other) for other in sizes if other != own)
-        for own, value in zip(sizes, values, strict=True)
-    )
-    if total.denominator != 1:
-        raise UserError(
-            f"what a step takes at batch sizes {list(sizes)}, {list(values)}, does not determine what it takes at "
-            f"batch size {size}; count with training.batch_size={sizes[-1]} instead"
-        )
-    return int(total)
 
 
 def totals(costs: Sequence[RoundCost]) -> dict[str, int]:
