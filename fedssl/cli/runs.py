@@ -7,6 +7,7 @@ import shlex
 import time
 import webbrowser
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,6 +20,7 @@ from .console import OptionalRecipeName, Overrides, Trust, console, print_next, 
 
 if TYPE_CHECKING:
     from ..export.compiled_formats import FormatName
+    from ..federation import Federation
     from ..recipe.recipe import Recipe
 
 #: the recipe of `fedssl pretrain`
@@ -108,7 +110,9 @@ def run(
             if resume is not None:
                 directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, changes, from_round)
             else:
-                directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite)
+                timed = minutes is None and loaded.engine == "in-process"
+                before = {"before": _tell_duration} if timed else {}
+                directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite, **before)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():
             print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {quoted(path)}")
@@ -128,6 +132,15 @@ def run(
         print_next("embed", encoder, _images_of(path), "--output", "features.npz")
     else:
         print_next("report", path)
+
+
+def _tell_duration(federation: Federation) -> None:
+    """Print about how long the run will take, if it is long."""
+    from ..engines.pace import told_duration
+
+    with suppress(Exception):  # what fails on a few images may do on all, and if not, the run says why
+        if told := told_duration(federation):
+            print_text(told)
 
 
 def _within(recipe: Recipe, minutes: float, began: float) -> Recipe:

@@ -21,10 +21,17 @@ from .rounds import Clients, ClientTrainer, first_files, run_rounds
 from .workers import ClientWorker, Task, pack, started_workers
 
 
-def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
-    """Run a recipe and return the run's new folder, which is made once the input is checked completely."""
+def run(
+    recipe: Recipe,
+    path: Path,
+    observer: Observer | None = None,
+    overwrite: bool = False,
+    before: Callable[[Federation], None] = lambda federation: None,
+) -> RunDirectory:
+    """Run a recipe and return the run's new folder, which is made once the input is checked and `before` was called."""
     refuse_existing(path, overwrite)
     federation = build_federation(recipe)
+    before(federation)
     with new_run(path, first_files(federation), overwrite):
         return _run(federation, RunDirectory.open(path), observer or Observer())
 

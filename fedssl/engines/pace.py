@@ -3,102 +3,155 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
+from torch import Tensor
 
 from ..errors import UserError
 from ..federation import Federation, build_federation
 from ..messages import Message
 from ..recipe.recipe import Recipe
-from ..training import steps_of_round
+from ..training import SMALLEST_RATE, steps_of_round
 from .rounds import evaluate_after
+from .time_left import format_duration
 
-_TIMED_SECONDS = 3.0
+#: for which steps are timed before a run, and where its number of rounds follows from them
+SECONDS, _SECONDS_FOR_ROUNDS = 1.0, 3.0
+_SHORT = 60.0  # seconds of a run of which nothing is said
+#: of what is timed; the public images are more where a regularizer has a larger batch of them
+_SMALLEST_BATCH, _MOST_STEPS, FEWEST_PUBLIC_IMAGES = 16, 1000, 8
+_TIMED = {"local_steps": _MOST_STEPS, "learning_rate": SMALLEST_RATE, "stop_at_collapse": False}
 #: a central run's rounds are pauses at which its state is kept: as many as are worth looking at
 _FEWEST_PAUSES, _MOST_PAUSES = 20, 100
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a run takes on this machine, in seconds.
+    """What the training of a run takes on this machine.
 
     Attributes:
-        step: a step of a client, the mean over the clients' steps.
+        step: seconds of a step of a client, the mean over the clients' steps.
         steps: of all clients in one round.
         parallel: how many clients train at a time.
-        evaluations: all measuring before and after training.
     """
 
     step: float
     steps: float
     parallel: int
-    evaluations: float
 
 
-def opened(federation: Federation) -> Message:
-    """Return the server's state after the opening round, if there is one."""
-    method, everyone = federation.method.with_short_server_training(), list(range(len(federation.client_rows)))
+def steps_by_architecture(recipe: Recipe, client_rows: Sequence[Tensor]) -> dict[str, float]:
+    """Return the steps of a round, on average over the draws of clients that are sampled or drop out."""
+    clients, steps = recipe.partition.clients, Counter[str]()
+    for k, rows in enumerate(client_rows):
+        steps[recipe.architecture_of(k)] += steps_of_round(recipe.training, len(rows))
+    answering = (recipe.clients_per_round or clients) / clients * (1 - recipe.client_dropout)
+    return {architecture: answering * count for architecture, count in steps.items()}
+
+
+def step_seconds(federation: Federation, k: int, seconds: float) -> float:
+    """Return the seconds of client k's step, the mean of steps that take about so many `seconds` in all.
+
+    The first step of a round is left out, as it is counted and takes longer. Where a whole batch takes long a smaller
+    one is timed, and the whole one takes as much longer as it has more images; where no second step fits, it is at most
+    what the first one took. Of a schedule's stages it is the mean of the first and the last.
+    """
+    rounds = (1, federation.method.rounds) if federation.method.schedule.cuts else (1,)
+    return fmean(_step_seconds(federation, k, number, seconds / len(rounds)) for number in rounds)
+
+
+def _step_seconds(federation: Federation, k: int, number: int, seconds: float) -> float:
+    whole = federation.method.training.batch_size
+    size = min(whole, _SMALLEST_BATCH)
+    while True:
+        small = _with_few_images(federation, size)
+        server = _opened(small, k)
+        _timed(small, server, k, number, 1)  # warms up
+        first = _timed(small, server, k, number, 1)
+        if size == whole or first > seconds / 8:
+            break
+        size = min(whole, 4 * size)
+    more = min(_MOST_STEPS - 1, int(seconds / first))
+    step = max(_timed(small, server, k, number, 1 + more) - first, 0.01 * first) / more if more else first
+    return step * whole / size
+
+
+def _with_few_images(federation: Federation, size: int) -> Federation:
+    """Return the federation with batches of so many images, and the images that some of them take."""
+    method, dataset, whole = federation.method, federation.dataset, federation.method.training.batch_size
+    training = method.training.model_copy(update=_TIMED | {"batch_size": size})
+    terms = tuple(
+        r.model_copy(update={"batch_size": max(2, r.batch_size * size // whole)}) if hasattr(r, "batch_size") else r
+        for r in method.regularizers
+    )
+    public, taken = dataset.public_images, max((getattr(r, "batch_size", 0) for r in terms), default=0)
+    public = None if public is None else public[: max(FEWEST_PUBLIC_IMAGES, taken)]
+    return replace(
+        federation,
+        dataset=replace(dataset, public_images=public),
+        client_rows=[rows[: 8 * size] for rows in federation.client_rows],
+        method=replace(method, training=training, regularizers=terms, public_images=public),
+    )
+
+
+def _opened(federation: Federation, k: int) -> Message:
+    """Return the server's state after the opening round, if there is one, of client k alone."""
+    method = federation.method.with_short_server_training()
     server = method.initial_state()
     if not method.opening_round:
         return server
-    sent = method.broadcast_opening(server, everyone)
-    replies = {k: method.client_round(federation.client(k, Message()), sent[k], 0) for k in everyone}
-    return method.aggregate(server, replies, 0)
+    received = method.broadcast_opening(server, [k])[k]
+    return method.aggregate(server, {k: method.client_round(federation.client(k, Message()), received, 0)}, 0)
 
 
-def timed_step(federation: Federation, server: Message, k: int, number: int, seconds: float) -> tuple[float, int]:
-    """Return the seconds of client k's step in a round, and its operations.
-
-    It is the mean over the steps that `seconds` hold, all but the first one, which is counted and takes longer. Of a
-    round of one step it is that step.
-    """
-    method, all_steps = federation.method, steps_of_round(federation.method.training, len(federation.client_rows[k]))
-
-    def timed(most_steps: int) -> tuple[float, int]:
-        client, received = federation.client(k, Message()), method.broadcast(server, [k], number)[k]
-        began = time.perf_counter()
-        _, cost = method.counted_round(client, received, number, most_steps)
-        if federation.device.type == "cuda":
-            torch.cuda.synchronize(federation.device)
-        return time.perf_counter() - began, cost.flops
-
-    timed(1)  # warms up
-    first, flops = timed(1)
-    step, more = first, min(8, max(1, int(seconds / first)), all_steps - 1)
-    while more > 0:
-        taken, flops = timed(1 + more)
-        step = max(taken - first, 0.01 * taken) / more
-        longer = min(int(seconds / step), all_steps - 1)
-        if longer <= more:
-            break
-        more = longer
-    return step, flops
+def _timed(federation: Federation, server: Message, k: int, number: int, steps: int) -> float:
+    """Return the seconds of client k's first steps in a round."""
+    client, received = federation.client(k, Message()), federation.method.broadcast(server, [k], number)[k]
+    began = time.perf_counter()
+    federation.method.counted_round(client, received, number, most_steps=steps)
+    if federation.device.type == "cuda":
+        torch.cuda.synchronize(federation.device)
+    return time.perf_counter() - began
 
 
-def measure_pace(federation: Federation) -> Pace:
-    """Train some seconds and evaluate once, in models that are thrown away; the run's own numbers stay as they were."""
-    recipe, method = federation.recipe, federation.method
+def measure_pace(federation: Federation, seconds: float) -> Pace:
+    """Train models that are thrown away about so long; the run's own numbers stay as they were."""
+    recipe, threads = federation.recipe, torch.get_num_threads()
     parallel = min(recipe.clients_parallel, recipe.clients_per_round or recipe.partition.clients)
-    everyone = list(range(recipe.partition.clients))
-    server = opened(federation)
-    steps, seconds, threads = 0, 0.0, torch.get_num_threads()
+    steps = steps_by_architecture(recipe, federation.client_rows)
+    first = {recipe.architecture_of(k): k for k in reversed(range(recipe.partition.clients))}
     torch.set_num_threads(max(1, threads // parallel))
     try:
-        for architecture in dict.fromkeys(map(recipe.architecture_of, everyone)):
-            mine = [k for k in everyone if recipe.architecture_of(k) == architecture]
-            steps_of_mine = sum(steps_of_round(recipe.training, len(federation.client_rows[k])) for k in mine)
-            seconds += steps_of_mine * timed_step(federation, server, mine[0], 1, _TIMED_SECONDS)[0]
-            steps += steps_of_mine
-        models = len(everyone) if method.personal else 1
-        began = time.perf_counter()
-        if len(federation.dataset.measured_images) or federation.downstream:
-            evaluate_after(federation, federation.new_model(0), 0)
-        evaluations = 2 * models * (time.perf_counter() - began)
+        taken = {name: step_seconds(federation, first[name], seconds / len(steps)) for name in steps}
     finally:
         torch.set_num_threads(threads)
-    sampled = (recipe.clients_per_round or len(everyone)) / len(everyone) * (1 - recipe.client_dropout)
-    return Pace(seconds / steps, steps * sampled, parallel, evaluations)
+    in_all = sum(steps.values())
+    return Pace(sum(steps[name] * taken[name] for name in steps) / in_all, in_all, parallel)
+
+
+def told_duration(federation: Federation) -> str | None:
+    """Return how long the training of a run takes, by steps of some three seconds; None for less than a minute."""
+    recipe = federation.recipe
+    if not recipe.schedule.trains:
+        return None
+    for seconds in (0.0, SECONDS):  # the first steps alone tell that most short runs are short
+        pace = measure_pace(federation, seconds)
+        in_all = recipe.rounds * pace.steps * pace.step / pace.parallel
+        if in_all < _SHORT:
+            return None
+    return f"training takes about {format_duration(in_all)} on this machine, by timed steps; evaluations come on top"
+
+
+def _evaluation_seconds(federation: Federation) -> float:
+    """Evaluate once; return the seconds of all measuring before and after training."""
+    began = time.perf_counter()
+    if len(federation.dataset.measured_images) or federation.downstream:
+        evaluate_after(federation, federation.new_model(0), 0)
+    return 2 * (len(federation.client_rows) if federation.method.personal else 1) * (time.perf_counter() - began)
 
 
 def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
@@ -116,8 +169,8 @@ def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
             "nothing: give rounds and schedule.rounds_per_stage"
         )
     federation = build_federation(recipe)
-    pace = measure_pace(federation)
-    left = max(0.0, 60 * minutes - (time.perf_counter() - began) - pace.evaluations)
+    pace, evaluations = measure_pace(federation, _SECONDS_FOR_ROUNDS), _evaluation_seconds(federation)
+    left = max(0.0, 60 * minutes - (time.perf_counter() - began) - evaluations)
     steps = max(1, int(left * pace.parallel / pace.step))
     if not recipe.local_update.keeps_optimizer:
         return recipe.model_copy(update={"rounds": max(1, int(steps / pace.steps))})

@@ -22,7 +22,8 @@ class ProgressBars(Observer):
     """Two bars, rounds and the clients of the round; without a terminal, a line a round. A context manager."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):  # seconds
-        self.console, self._clock, self._time_left = console, clock, TimeLeft(clock)
+        self.console, self._clock = console, clock
+        self._images: int | None = None  # of the round that is in training
         self._images_per_second: float | None = None
         self._end: float | None = None  # when the run will end, by the clock
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
@@ -40,27 +41,26 @@ class ProgressBars(Observer):
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
         self.total = recipe.rounds
-        evaluated = [number for number in range(recipe.rounds + 1) if evaluation_due(recipe, number)]
-        self._evaluated = evaluated
-        self._time_left.start(first_round, recipe.rounds, evaluated)
+        self._evaluated = [number for number in range(first_round, recipe.rounds + 1) if evaluation_due(recipe, number)]
+        self._time_left = TimeLeft(recipe.rounds - max(first_round, 1) + 1, len(self._evaluated))
         self._update_speed()
         self.bars.update(self.rounds, total=recipe.rounds, completed=max(0, first_round - 1))
 
     def training_began(self, number: int, images: Sequence[int]) -> None:
-        self._time_left.training(images)
-        self._update_speed()
+        self._images, self._began = sum(images), self._clock()
 
     def client_began(self, number: int, client: int, done: int, clients: int) -> None:
         self.bars.update(self.clients, total=clients, completed=done, status=f"client {client}")
 
     def evaluation_began(self, number: int) -> None:
-        self._time_left.evaluating()
-        self._update_speed()
+        self._end_training()
+        self._began = self._clock()
         self.note(f"evaluating after round {number}")
 
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
-        self._time_left.round_done(number in self._evaluated)
-        self._update_speed()
+        if number in self._evaluated:
+            self._time_left.evaluated(self._clock() - self._began)
+        self._end_training()
         means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
         status = "  ".join(f"{name} {means[name]:.4g}" for name in ("loss", "cka", "knn", "epsilon") if name in means)
         self.bars.update(self.rounds, completed=number, status=status)
@@ -78,6 +78,12 @@ class ProgressBars(Observer):
 
     def warn(self, text: str) -> None:
         self.console.print(printable(text), highlight=False, markup=False)
+
+    def _end_training(self) -> None:
+        if self._images is not None:
+            self._time_left.trained(self._clock() - self._began, self._images)
+        self._images = None
+        self._update_speed()
 
     def _update_speed(self) -> None:
         left = self._time_left.seconds()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +15,28 @@ from ..data.files import expanded, kind_of, list_files, split_folders
 from ..data.options import SOURCES, DataOptions
 from ..data.partitions import PartitionOptions, deal
 from ..data.summary import summarise
-from ..engines.pace import opened, timed_step
+from ..engines.pace import FEWEST_PUBLIC_IMAGES, SECONDS, step_seconds, steps_by_architecture
 from ..engines.time_left import format_duration
 from ..errors import UserError
 from ..evaluation.evaluate import EvaluationOptions
 from ..evaluation.metrics import short_title
-from ..federation import Federation, build_federation
+from ..federation import build_federation
 from ..recipe.overrides import read_values
 from ..recipe.recipe import Recipe
 from ..recipe.rules import check_shares, public_image_users
 from ..reports.cost import estimate, format_flops
-from ..training import steps_of_round
 from .files import Note, plain_table
 from .resources import noise_images
 from .table import RESOURCES, ExpectedData, Table, TableRow, TableScenario, cell_recipe
 
 _PLACEHOLDER = "data.path=the-path-that-is-not-given"
-#: public images of the made-up data if no regularizer has a larger batch of them
-_FEWEST_PUBLIC_IMAGES = 8
-#: of the timing of one kind of step; the batch is smaller than the recipe's if a step of it has more operations
-_TIMED_SECONDS, _MOST_TIMED_STEPS, _TIMED_FLOPS, _SMALLEST_BATCH = 1.0, 1000, 10**10, 2
 
 
 def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda text: None) -> None:
     """List what `run_table` would run: rows, scenarios and seeds, operations, hours on this machine, paper's figures.
 
-    The data may be missing: see `training_data`. Each kind of step is counted as by `fedssl cost`. One of each recipe
-    and architecture is timed, at a smaller batch if the recipe's takes long; the others follow by their operations. The
-    evaluation and the server's work are left out.
+    The data may be missing: see `training_data`. Each kind of step is counted as by `fedssl cost` and timed as before a
+    run (engines/pace.py). The evaluation and the server's work are left out.
 
     Raises:
         UserError: a recipe is refused, the data cannot be read, or a step fails.
@@ -147,9 +140,9 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
         cost = f"{format_flops(flops)} FLOPs, {format_duration(seconds)} on this machine with {device}"
         note(f"\nIn all{left_out}: {cost}, one run at a time.")
         note(
-            "Estimated from steps on images of noise: each kind of step is counted (a multiply-add is two FLOPs), "
-            "some are timed, at a smaller batch where a whole one takes long, and the FLOPs lead from there to all. "
-            "The evaluation, fine-tuning included, and the server's work are not in it."
+            "Estimated from steps on images of noise, which are counted (a multiply-add is two FLOPs) and timed, at a "
+            "smaller batch where a whole one takes long. The evaluation, fine-tuning included, and the server's work "
+            "are not in it."
         )
     if not any(scenario.paper for scenario in table.all_scenarios):
         note("The paper prints no figures for this table, or the table holds none.")
@@ -212,8 +205,8 @@ class RunCost:
     seconds: float
 
 
-#: operations and seconds of a step in each round, by kind of step; later rounds equal the last one
-KnownSteps = dict[str, list[tuple[float, float]]]
+#: operations of a step in each round, and its seconds, by kind of step; later rounds equal the last one
+KnownSteps = dict[str, tuple[list[int], float]]
 
 
 def run_cost(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> RunCost:
@@ -226,25 +219,19 @@ def run_cost(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> RunCost:
         return RunCost(0.0, 0.0, 0.0)
     client_rows = deal(data, recipe.partition, recipe.seed)
     check_shares(recipe, client_rows, None)
-    steps_by_architecture: Counter[str] = Counter()
-    for client, rows in enumerate(client_rows):
-        steps_by_architecture[recipe.architecture_of(client)] += steps_of_round(recipe.training, len(rows))
-    sampled = (recipe.clients_per_round or recipe.partition.clients) / recipe.partition.clients
-    answering = sampled * (1 - recipe.client_dropout)
+    steps = steps_by_architecture(recipe, client_rows)
     flops = seconds = 0.0
-    for name, steps in steps_by_architecture.items():
-        costs = _step_costs(_with_one_client(recipe, name), data, known_steps)
-        for number in range(recipe.rounds):
-            step_flops, step_seconds = costs[min(number, len(costs) - 1)]
-            flops += answering * steps * step_flops
-            seconds += answering * steps * step_seconds
-    return RunCost(recipe.rounds * answering * steps_by_architecture.total(), flops, seconds)
+    for name, steps_of_round in steps.items():
+        by_round, step = _step_costs(_with_one_client(recipe, name), data, known_steps)
+        flops += steps_of_round * (sum(by_round[: recipe.rounds]) + by_round[-1] * (recipe.rounds - len(by_round)))
+        seconds += steps_of_round * recipe.rounds * step
+    return RunCost(recipe.rounds * sum(steps.values()), flops, seconds)
 
 
 def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
     """Return the recipe with one client of an architecture, and the fewest rounds that have all kinds of steps."""
-    # at any rate a step takes as long, and on a few images of noise the recipe's own may diverge
-    one_epoch = {"local_epochs": 1, "local_steps": None, "learning_rate_schedule": "constant", "learning_rate": 1e-9}
+    # at any rate and in any number a step takes as long
+    one_epoch = {"local_epochs": 1, "local_steps": None, "learning_rate_schedule": "constant", "learning_rate": 1.0}
     changes = {
         "name": "made up",
         "description": "",
@@ -262,8 +249,8 @@ def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> list[tuple[float, float]]:
-    """Return operations and seconds of a step of the recipe's only client in each round."""
+def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> tuple[list[int], float]:
+    """Return the operations of a step of the recipe's only client in each round, and a step's seconds."""
     values = recipe.model_dump(mode="json", exclude={"data", "preset", "local_update", "guard", "flower"})
     if all(aggregator.exchanges_weights for aggregator in recipe.aggregators):
         del values["aggregators"]  # the client loads the averaged weights alike, however they are averaged
@@ -272,26 +259,8 @@ def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> list[
     kind = json.dumps([values, shape, classes if recipe.objective.needs_labels else 0], sort_keys=True)
     if kind not in known_steps:
         batches = [getattr(regularizer, "batch_size", 0) for regularizer in recipe.regularizers]
-        public = max(_FEWEST_PUBLIC_IMAGES, *batches) if public_image_users(recipe) else 0
+        public = max(FEWEST_PUBLIC_IMAGES, *batches) if public_image_users(recipe) else 0
         federation = build_federation(recipe, noise_images(recipe.training.batch_size, shape, classes, public))
         flops = [cost.step[0].flops for cost in estimate(federation) if cost.number]
-        seconds = _seconds_of_an_operation(federation, flops[-1])
-        known_steps[kind] = [(one, one * seconds) for one in flops]
+        known_steps[kind] = flops, step_seconds(federation, 0, SECONDS)
     return known_steps[kind]
-
-
-def _seconds_of_an_operation(federation: Federation, flops: int) -> float:
-    """Time the last round's steps, which have `flops` operations, at the largest batch of which a second holds some.
-
-    The regularizers take no more images than the batch.
-    """
-    method, whole = federation.method, federation.method.training.batch_size
-    size = max(_SMALLEST_BATCH, min(whole, whole * _TIMED_FLOPS // flops))
-    training = method.training.model_copy(update={"batch_size": size, "local_steps": _MOST_TIMED_STEPS})
-    terms = tuple(
-        term.model_copy(update={"batch_size": min(size, term.batch_size)}) if hasattr(term, "batch_size") else term
-        for term in method.regularizers
-    )
-    small = replace(federation, method=replace(method, training=training, regularizers=terms))
-    seconds, timed_flops = timed_step(small, opened(federation), 0, method.rounds, _TIMED_SECONDS)
-    return seconds / timed_flops

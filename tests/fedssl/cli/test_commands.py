@@ -531,9 +531,12 @@ def test_pretrain_is_the_run_that_it_names_and_says_whether_it_learned(fedssl, t
     assert not (tmp_path / "other").exists()
 
 
-def test_minutes_are_stored_as_rounds_and_not_taken_with_a_run_that_goes_on(fedssl, tiny_file, tmp_path):
+def test_minutes_are_stored_as_rounds_and_not_taken_with_a_run_that_goes_on(fedssl, tiny_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedssl.engines.pace.told_duration", lambda federation: "it takes an hour")
+    assert "it takes an hour" in fedssl("run", "tiny.yaml", "--output", "told")[1]
     code, out, err = fedssl("run", "tiny.yaml", "--minutes", "0.15", "--output", "run")
     assert code == 0, err
+    assert "it takes an hour" not in out  # the minutes are those that were given
     rounds = int(re.search(r"0\.15 minutes hold (\d+) rounds", out)[1])
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["rounds"] == rounds
     code, _, err = fedssl("run", "--resume", "run", "--minutes", "1")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from fedssl.engines import pace
@@ -24,8 +22,9 @@ def within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1):
     """The recipe for so many minutes where a step takes `step` seconds, after 10 seconds have passed."""
     federation = build_federation(recipe)
     steps = sum(len(rows) // recipe.training.batch_size for rows in federation.client_rows)
-    measured = Pace(step, steps * recipe.training.local_epochs, parallel, evaluations)
-    monkeypatch.setattr(pace, "measure_pace", lambda federation: measured)
+    measured = Pace(step, steps * recipe.training.local_epochs, parallel)
+    monkeypatch.setattr(pace, "measure_pace", lambda federation, seconds: measured)
+    monkeypatch.setattr(pace, "_evaluation_seconds", lambda federation: evaluations)
     monkeypatch.setattr(pace.time, "perf_counter", lambda: 110.0)
     return recipe_within(recipe, minutes, 100.0)
 
@@ -57,20 +56,54 @@ def test_a_schedule_whose_rounds_differ_is_refused(tiny):
         recipe_within(tiny(**LW_FEDSSL), 1, 0.0)
 
 
-@pytest.mark.parametrize(("steps", "seconds", "step"), [(7, 9.0, 0.1), (7, 0.1, 0.1), (1, 9.0, 2.0)])
-def test_the_first_step_of_a_client_is_not_taken_for_the_others(steps, seconds, step, tiny, monkeypatch):
-    federation = build_federation(tiny(**CENTRAL, **SMALL))
-    monkeypatch.setattr(pace, "steps_of_round", lambda *_: steps)
-    now = [0.0]
+@pytest.fixture
+def clock(monkeypatch):
+    """A machine on which a step takes 0.1 seconds and one more for each image, a round's first step 2 seconds more.
 
-    def counted_round(client, received, number, most_steps):
-        now[0] += 2.0 + 0.1 * (most_steps - 1)
-        return None, SimpleNamespace(flops=7)
+    In round 1; in later rounds all takes three times as long. The sizes of the batches that are timed.
+    """
+    now, sizes = [0.0], []
 
-    monkeypatch.setattr(type(federation.method), "counted_round", lambda self, *given: counted_round(*given))
-    server = federation.method.initial_state()
+    def counted_round(self, client, received, number, most_steps):
+        sizes.append(self.training.batch_size)
+        now[0] += (1 if number == 1 else 3) * (2.0 + (0.1 + sizes[-1]) * most_steps)
+
+    monkeypatch.setattr("fedssl.method.Method.counted_round", counted_round)
     monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
-    assert pace.timed_step(federation, server, 0, 1, seconds) == (pytest.approx(step), 7)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes", "step"),
+    [
+        (1e4, [16, 16, 40, 40, 40], 40.1),  # the whole batch fits, and the first step is left out
+        (100, [16, 16, 16], 16.1 * 40 / 16),  # a smaller one is timed
+        (0, [16, 16], 18.1 * 40 / 16),  # a bound
+    ],
+)
+def test_a_batch_is_timed_that_is_not_too_large(seconds, sizes, step, clock, tiny):
+    values = {**CENTRAL, **SMALL, "training": {"batch_size": 40}}
+    federation = build_federation(tiny(**values))
+    assert pace.step_seconds(federation, 0, seconds) == pytest.approx(step)
+    assert clock == sizes
+
+
+def test_of_stages_the_mean_of_the_first_and_the_last_is_told(clock, tiny):
+    recipe = tiny(**LW_FEDSSL)
+    size = recipe.training.batch_size
+    federation = build_federation(recipe)
+    assert pace.step_seconds(federation, 0, 1e5) == pytest.approx(2 * (0.1 + size))
+
+
+def test_only_a_run_that_takes_a_minute_is_told(clock, tiny, monkeypatch):
+    federation = build_federation(tiny(**AVERAGED, **SMALL))
+    whole = measure_pace(federation, 0.0)
+    told = round(federation.recipe.rounds * whole.steps * whole.step / 60)
+    assert pace.told_duration(federation).startswith(f"training takes about {told} min on this machine")
+    monkeypatch.setattr(pace, "_SHORT", 60.0 * (told + 1))
+    clock.clear()
+    assert pace.told_duration(federation) is None
+    assert clock == [8, 8]  # two steps tell
 
 
 @pytest.mark.parametrize("changes", [AVERAGED, ALIGNED, CENTRAL], ids=["averaged", "aligned", "central"])
@@ -78,9 +111,8 @@ def test_timing_changes_nothing_of_the_run(changes, tiny, tmp_path):
     recipe = tiny(**{**SMALL, **changes})
     run(recipe, tmp_path / "plain")
     federation = build_federation(recipe)
-    measured = measure_pace(federation)
+    measured = measure_pace(federation, 0.1)
     assert measured.step > 0
-    assert measured.evaluations > 0
     assert measured.steps == sum(len(rows) // 8 for rows in federation.client_rows)
     run(recipe, tmp_path / "timed")
     assert contents(tmp_path / "plain") == contents(tmp_path / "timed")

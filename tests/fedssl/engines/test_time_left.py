@@ -31,22 +31,16 @@ class Clock:
 
 def test_rounds_and_evaluations_left_take_their_own_means():
     """Three rounds of 60 images in 30 seconds, the first, the second and the last evaluated in 10, 4 and 10."""
-    clock = Clock()
-    estimate = TimeLeft(clock)
-    estimate.start(0, 3, [0, 2, 3])
+    estimate = TimeLeft(3, 3)
     told = []
     for number, evaluation in enumerate([10, 0, 4, 10]):
         if number:
-            estimate.training([20, 40])
+            estimate.trained(30, 60)
             told.append(estimate.seconds())
-            clock.now += 30
         if evaluation:
-            estimate.evaluating()
-            told.append(estimate.seconds())
-            clock.now += evaluation
-        estimate.round_done(bool(evaluation))
+            estimate.evaluated(evaluation)
         told.append(estimate.seconds())
-    assert told == [None, None, None, 80, 80, 50, 37, 37, 7, 0]
+    assert told == [None, 80, 80, 50, 37, 7, 0]
     assert estimate.images_per_second() == 2
 
 
@@ -54,19 +48,15 @@ def test_rounds_and_evaluations_left_take_their_own_means():
     ("rounds", "done", "left", "speed"),
     [
         # a later stage that takes longer replaces what was measured
-        (20, [([10], 1)] * 5 + [([10], 3)] * 5, 30, 10 / 3),
+        (20, [(1, 10)] * 5 + [(3, 10)] * 5, 30, 10 / 3),
         # unknown numbers of images
-        (4, [([0, 0], 20)], 60, None),
+        (4, [(20, 0)], 60, None),
     ],
 )
 def test_rounds_that_differ(rounds, done, left, speed):
-    clock = Clock()
-    estimate = TimeLeft(clock)
-    estimate.start(1, rounds, [])
-    for images, seconds in done:
-        estimate.training(images)
-        clock.now += seconds
-        estimate.round_done(False)
+    estimate = TimeLeft(rounds, 0)
+    for seconds, images in done:
+        estimate.trained(seconds, images)
     assert estimate.seconds() == pytest.approx(left)
     assert estimate.images_per_second() == (speed and pytest.approx(speed))
 
