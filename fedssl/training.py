@@ -277,11 +277,9 @@ def _count_step(
     for name in bare._logged:
         local.log(name, 0.0)
     left, memory = bare.client.memory, client.memory
+    zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in left.tensors.items()}
+    memory.tensors = {name: memory.tensors.get(name, zeros[name]) for name in zeros}
     memory.numbers, memory.config = left.numbers, left.config
-    memory.tensors = {
-        name: memory.tensors[name] if name in memory.tensors else torch.zeros(tensor.shape, dtype=tensor.dtype)
-        for name, tensor in left.tensors.items()
-    }
     with torch.no_grad():
         for parameter in client.model.parameters():
             parameter.mul_(1 + 1e-6)

@@ -110,8 +110,7 @@ def run(
             if resume is not None:
                 directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, changes, from_round)
             else:
-                timed = minutes is None and loaded.engine == "in-process"
-                before = {"before": _tell_duration} if timed else {}
+                before = {"before": _tell_duration} if minutes is None and loaded.engine == "in-process" else {}
                 directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite, **before)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file():

@@ -31,17 +31,11 @@ _FEWEST_PAUSES, _MOST_PAUSES = 20, 100
 
 @dataclass(frozen=True)
 class Pace:
-    """What the training of a run takes on this machine.
+    """What the training of a run takes on this machine."""
 
-    Attributes:
-        step: seconds of a step of a client, the mean over the clients' steps.
-        steps: of all clients in one round.
-        parallel: how many clients train at a time.
-    """
-
-    step: float
-    steps: float
-    parallel: int
+    step: float  # seconds of a step of a client, the mean over the clients' steps
+    steps: float  # of all clients in one round
+    parallel: int  # how many clients train at a time
 
 
 def steps_by_architecture(recipe: Recipe, client_rows: Sequence[Tensor]) -> dict[str, float]:
@@ -88,8 +82,8 @@ def _with_few_images(federation: Federation, size: int) -> Federation:
         r.model_copy(update={"batch_size": max(2, r.batch_size * size // whole)}) if hasattr(r, "batch_size") else r
         for r in method.regularizers
     )
-    public, taken = dataset.public_images, max((getattr(r, "batch_size", 0) for r in terms), default=0)
-    public = None if public is None else public[: max(FEWEST_PUBLIC_IMAGES, taken)]
+    taken = max(FEWEST_PUBLIC_IMAGES, *(getattr(r, "batch_size", 0) for r in terms), 0)
+    public = None if dataset.public_images is None else dataset.public_images[:taken]
     return replace(
         federation,
         dataset=replace(dataset, public_images=public),

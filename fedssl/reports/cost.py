@@ -65,8 +65,7 @@ def estimate(federation: Federation, newcomers: bool = False) -> list[RoundCost]
         answering = federation.answering_clients(number, chosen)
         sent = method.broadcast(server, chosen, number)
         stage = 1 if method.global_model is None else method.plan(method.global_model, number).stage
-        parts = [_ClientRound(k, number, stage, last_stages.get(k), sent[k]) for k in answering]
-        counts = {part.client: counter.count(part) for part in parts}
+        counts = {k: counter.count(k, sent[k], number, stage, last_stages.get(k)) for k in answering}
         costs.append(
             RoundCost(
                 number,
@@ -96,17 +95,6 @@ def _next_state(method: Method, server: Message, replies: dict[int, Message | No
             state.config.update(changed.config)
     state.numbers.update(method.note_answers(replies, number))
     return state
-
-
-@dataclass(frozen=True)
-class _ClientRound:
-    """One client's part in a round; `last_stage` is the stage in which it took part before, or None."""
-
-    client: int
-    number: int
-    stage: int
-    last_stage: int | None
-    received: Message
 
 
 @dataclass(frozen=True)
@@ -144,31 +132,29 @@ class _Counter:
         down = {k: message.num_bytes for k, message in sent.items() if message.num_bytes}
         return self.method.aggregate(server, replies, 0), RoundCost(0, 0, {}, {}, down, up, {})
 
-    def count(self, part: _ClientRound) -> _Count:
-        """Return what a client's part takes; a part of a kind that was counted before takes the same."""
-        kind: tuple[object, ...] = (self.federation.recipe.architecture_of(part.client), part.last_stage is None)
+    def count(self, k: int, received: Message, number: int, stage: int, last_stage: int | None) -> _Count:
+        """Return what client k's part in a round takes, who took part before in `last_stage`; each kind counts once."""
+        architecture = self.federation.recipe.architecture_of(k)
+        kind: tuple[object, ...] = (architecture, last_stage is None)
         if self.method.global_model is not None:
-            plan = self.method.plan(self.method.global_model, part.number)
+            plan = self.method.plan(self.method.global_model, number)
             kind += plan.stage, len(plan.active), len(plan.frozen)
         if self.compares_stages:
-            kind += (part.last_stage == part.stage,)
+            kind += (last_stage == stage,)
         if not self.only_weights:  # weights that arrive are only put into place; what is asked for may differ by round
-            kind += part.received.num_bytes, part.client, *sorted(part.received.config.items())
+            kind += received.num_bytes, k, *sorted(received.config.items())
         if kind not in self.counts:
-            self.counts[kind] = self._count(part)
+            client = self._client(k)
+            past = architecture if self.only_weights else k  # all clients with the same past have the same memory
+            if last_stage is None:
+                client.memory = self.opened.get(k, Message()).copy()
+            else:
+                client.memory = self.memories[past, last_stage if self.compares_stages else None].copy()
+            reply, step = self.method.counted_round(client, received, number, most_steps=0)
+            self.memories.setdefault((past, stage if self.compares_stages else None), client.memory)
+            one_view = self._one_view(client, number)
+            self.counts[kind] = _Count(None if self.only_weights else reply, reply.num_bytes, step, one_view)
         return self.counts[kind]
-
-    def _count(self, part: _ClientRound) -> _Count:
-        """Count one step. The client's memory is that of any client with the same past."""
-        owner: object = self.federation.recipe.architecture_of(part.client) if self.only_weights else part.client
-        client = self._client(part.client)
-        if part.last_stage is None:
-            client.memory = self.opened.get(part.client, Message()).copy()
-        else:
-            client.memory = self.memories[owner, part.last_stage if self.compares_stages else None].copy()
-        reply, step = self.method.counted_round(client, part.received, part.number, most_steps=0)
-        self.memories.setdefault((owner, part.stage if self.compares_stages else None), client.memory)
-        return _Count(None if self.only_weights else reply, reply.num_bytes, step, self._one_view(part))
 
     def _client(self, index: int) -> Client:
         """Return a client that shares its model with all clients of its architecture: the weights do not matter."""
@@ -180,9 +166,8 @@ class _Counter:
         images, labels = rows_in_place(data.train_images, rows), data.train_labels[rows]
         return Client(index, images, labels, data.public_images, self.models[name])
 
-    def _one_view(self, part: _ClientRound) -> int:
-        client = self._client(part.client)
-        self.method.schedule.prepare(client.model, self.method.plan(client.model, part.number))
+    def _one_view(self, client: Client, number: int) -> int:
+        self.method.schedule.prepare(client.model, self.method.plan(client.model, number))
         client.model.eval()  # a single image has no batch statistics
         counter = StepCounter(client.model)
         with counter.forward():

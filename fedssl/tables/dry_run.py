@@ -27,7 +27,7 @@ from ..recipe.rules import check_shares, public_image_users
 from ..reports.cost import estimate, format_flops
 from .files import Note, plain_table
 from .resources import noise_images
-from .table import RESOURCES, ExpectedData, Table, TableRow, TableScenario, cell_recipe
+from .table import ExpectedData, Table, TableRow, TableScenario, cell_recipe
 
 _PLACEHOLDER = "data.path=the-path-that-is-not-given"
 
@@ -77,9 +77,8 @@ def _list_resources(table: Table, overrides: Sequence[str], note: Note) -> None:
         f"{table.name}: {len(table.rows)} rows, which are counted and not trained: it takes some seconds a row. "
         "Nothing is run or written."
     )
-    printed = [metric for metric in RESOURCES if metric in table.metrics]
-    lines = [[row.label, *(table.paper.get(row.label, {}).get(m, "-") for m in printed)] for row in table.rows]
-    note("\n" + plain_table(["row", *(f"paper: {metric}" for metric in printed)], lines))
+    lines = [[row.label, *(table.paper.get(row.label, {}).get(m, "-") for m in table.metrics)] for row in table.rows]
+    note("\n" + plain_table(["row", *(f"paper: {metric}" for metric in table.metrics)], lines))
 
 
 def _recipe_and_missing_data(
@@ -119,26 +118,21 @@ def _scenario_table(table: Table, scenario: TableScenario, costs: Sequence[RunCo
     header = ["row", "seeds", "steps a run", "FLOPs a run", "time a run", *papers]
     lines = []
     for row, cost in zip(table.rows, costs, strict=True):
-        cells = (
-            ["-"] * 3
-            if cost is None
-            else [f"{cost.steps:,.0f}", format_flops(cost.flops), format_duration(cost.seconds)]
-        )
+        cells = cost and [f"{cost.steps:,.0f}", format_flops(cost.flops), format_duration(cost.seconds)]
         paper = [scenario.paper.get(row.label, {}).get(metric, "-") for metric in printed]
-        lines.append([row.label, str(len(table.seeds)), *cells, *paper])
+        lines.append([row.label, str(len(table.seeds)), *(cells or ["-"] * 3), *paper])
     return plain_table(header, lines, label_width=40)
 
 
 def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -> None:
-    seeds = len(table.seeds)
-    costs = [cost for cost in all_costs if cost is not None]
-    uncounted = len(all_costs) - len(costs)
-    left_out = f", without {uncounted * seeds} runs whose data is missing" if uncounted else ""
+    seeds, costs = len(table.seeds), [cost for cost in all_costs if cost is not None]
+    uncounted = seeds * (len(all_costs) - len(costs))
+    left_out = f", without {uncounted} runs whose data is missing" if uncounted else ""
     if costs:
         flops, seconds = seeds * sum(cost.flops for cost in costs), seeds * sum(cost.seconds for cost in costs)
         device = "its GPU" if torch.cuda.is_available() else "its processor"
-        cost = f"{format_flops(flops)} FLOPs, {format_duration(seconds)} on this machine with {device}"
-        note(f"\nIn all{left_out}: {cost}, one run at a time.")
+        in_all = f"{format_flops(flops)} FLOPs, {format_duration(seconds)} on this machine with {device}"
+        note(f"\nIn all{left_out}: {in_all}, one run at a time.")
         note(
             "Estimated from steps on images of noise, which are counted (a multiply-add is two FLOPs) and timed, at a "
             "smaller batch where a whole one takes long. The evaluation, fine-tuning included, and the server's work "
@@ -192,17 +186,11 @@ def _counted_files(options: DataOptions) -> ExpectedData:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Cost of the local training of one run, on average over the draws of clients that are sampled or drop out.
+    """Cost of the local training of one run, on average over the draws of clients that are sampled or drop out."""
 
-    Attributes:
-        steps: of all clients in all rounds.
-        flops: as `fedssl cost` counts them; a multiply-add counts as two.
-        seconds: on this machine, one client after another.
-    """
-
-    steps: float
-    flops: float
-    seconds: float
+    steps: float  # of all clients in all rounds
+    flops: float  # as `fedssl cost` counts them; a multiply-add counts as two
+    seconds: float  # on this machine, one client after another
 
 
 #: operations of a step in each round, and its seconds, by kind of step; later rounds equal the last one
