@@ -296,7 +296,7 @@ def test_an_encoder_that_starts_from_weights_waits_for_its_heads_and_then_trains
 def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny):
     """SimSiam without its stop-gradient collapses; with it, the same steps go on."""
     objective = {"name": "simsiam", "output_features": 16, "bottleneck_features": 8, "stop_gradient": False}
-    training = {"local_epochs": local_epochs, "batch_size": 16, "learning_rate": 0.5, "stop_at_collapse": True}
+    training = {"local_epochs": local_epochs, "batch_size": 16, "learning_rate": 2.0, "stop_at_collapse": True}
     changes = SETTINGS | {"objective": objective, "training": training, "partition": {"name": "iid", "clients": 1}}
     changes["rounds"] = 20
     expected = r"client 0 in round \d+: the representations collapse: the effective rank of a batch fell from \d"
