@@ -1,6 +1,6 @@
 """Collapse analysis of a run: how the representations of its global and local models fill their space.
 
-`collapse_of_run` analyses a run's last round, and `collapse_section` puts the analyses of several methods on a page.
+`analyse_collapse` analyses a run's last round, and `collapse_section` puts the analyses of several methods on a page.
 The chart is that of FedU2's Figure 3.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -23,7 +22,7 @@ from ..evaluation.evaluate import measured_sample
 from ..evaluation.features import extract_features, require_measured_images
 from ..evaluation.metrics import alignment, effective_rank, uniformity
 from ..evaluation.projections import log_covariance_singular_values
-from ..federation import Federation, federation_of_run, require_same_data
+from ..federation import Federation
 from ..models.model import Model
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
@@ -71,27 +70,13 @@ class Collapse:
         return self.models.get(GLOBAL)
 
 
-def collapse_of_run(path: Path, trust: bool = False) -> Collapse | None:
-    """Return the collapse analysis of a run's last round; None if no round is finished.
-
-    For `trust` see `load_stored_recipe`.
-
-    Raises:
-        UserError: the run's data have changed or are no longer there, a state cannot be read, representations are not
-            finite, or the recipe names code that is not trusted.
-    """
-    directory = RunDirectory.open(path)
-    if directory.checkpoint.round < 1 or not directory.checkpoint.files:
-        return None
-    federation = federation_of_run(directory, trust)
-    require_same_data(path, federation.data_digests())
-    return analyse_collapse(federation, directory)
-
-
 def analyse_collapse(federation: Federation, directory: RunDirectory) -> Collapse:
     """Represent images with the models of a run's last committed round, and measure how they fill their space.
 
     They are those that the run's models are measured on, or a part of them: then one model has one effective rank.
+
+    Raises:
+        UserError: a state cannot be read, or representations are not finite.
     """
     recipe = federation.recipe
     require_measured_images(federation.dataset)

@@ -1,6 +1,6 @@
 """Two pictures of a run's images as its encoder sees them: nearest neighbours, and a map. They need no labels.
 
-`image_pictures_of_run` draws them, and `image_section` puts those of several methods on a page. Both hold images of the
+`draw_pictures` draws them, and `image_section` puts those of several methods on a page. Both hold images of the
 run's data, so everybody who gets the report sees them.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from ..data.stored_images import Images, images_of_rows
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.features import extract_features, require_measured_images
 from ..evaluation.projections import grid_cells, nearest_images, tsne
-from ..federation import federation_of_run, require_same_data
+from ..federation import Federation
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
 from .page import PageSection, page_figure
@@ -50,20 +49,12 @@ class ImagePictures:
     image_map: Figure
 
 
-def image_pictures_of_run(path: Path, trust: bool = False) -> ImagePictures | None:
-    """Draw the pictures of a run's last round; None if no round is finished, or there are too few images.
-
-    For `trust` see `load_stored_recipe`.
+def draw_pictures(federation: Federation, directory: RunDirectory) -> ImagePictures | None:
+    """Draw the pictures of a run's last round; None if there are too few images.
 
     Raises:
-        UserError: the run's data have changed, its data or its clients' models are not here, representations are not
-            finite, or the recipe names code that is not trusted.
+        UserError: the clients' models are not here, or representations are not finite.
     """
-    directory = RunDirectory.open(path)
-    if directory.checkpoint.round < 1 or not directory.checkpoint.files:
-        return None
-    federation = federation_of_run(directory, trust)
-    require_same_data(path, federation.data_digests())
     dataset, seed = federation.dataset, federation.recipe.seed
     require_measured_images(dataset)
     has_test_images = len(dataset.test_images) > 0

@@ -16,13 +16,15 @@ from ..engines.time_left import format_duration
 from ..errors import UserError
 from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated, metric_title
 from ..evaluation.verdict import verdict
+from ..federation import Federation, federation_of_run, require_same_data
 from ..recipe.overrides import flatten_keys
+from ..run_folder.directory import RunDirectory
 from ..run_folder.record import Run, read_run
 from ..run_folder.storage import make_folder, require_file_name, write_atomically
 from ..untrusted import printable, quoted
-from .collapse import Collapse, collapse_of_run, collapse_section
+from .collapse import Collapse, analyse_collapse, collapse_section
 from .cost import format_bytes, format_flops
-from .images import ImagePictures, image_pictures_of_run, image_section
+from .images import ImagePictures, draw_pictures, image_section
 from .page import PageFigure, PageTable, page_figure, render_page
 from .plots import Bar, draw_bars, draw_curves, draw_partition, method_styles
 
@@ -57,9 +59,9 @@ def write_report(
         runs: the folder of a run, finished or not, or several.
         output: the file to write, which is returned; RUN/report.html by default, or report.html for several runs.
         collapse: also check whether representations have collapsed (each method's first finished run, see
-            `collapse_of_run`); this loads the run's images.
+            `analyse_collapse`); this loads the run's images.
         images: also show images of the data as the encoder sees them (each method's first finished run, see
-            `image_pictures_of_run`); the page then holds these images.
+            `draw_pictures`); the page then holds these images.
         trust: run the code of your own parts that a run's recipe names, also if it has changed since the run; only the
             two options above need that code, and where it is not run the page and a line say what is missing, and why.
 
@@ -76,8 +78,17 @@ def write_report(
         raise UserError(f"{which} no finished round to report on yet: fedssl run --resume {quoted(folders[0])}")
     path = Path(output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     require_file_name(path)
-    analyses = _of_first_finished(records, collapse_of_run, trust) if collapse else {}
-    pictures = _of_first_finished(records, image_pictures_of_run, trust) if images else {}
+    analyses: dict[str, Collapse | str] = {}
+    pictures: dict[str, ImagePictures | str] = {}
+    for run in records if collapse or images else []:
+        if not run.finished or run.name in analyses | pictures or not RunDirectory.open(run.path).checkpoint.files:
+            continue
+        opened = _or_reason(opened_with_data, run.path, trust)
+        if collapse:
+            analyses[run.name] = opened if isinstance(opened, str) else _or_reason(analyse_collapse, *opened)
+        if images:
+            drawn = opened if isinstance(opened, str) else _or_reason(draw_pictures, *opened)
+            pictures |= {} if drawn is None else {run.name: drawn}
     for name, found in (analyses | pictures).items():
         if isinstance(found, str):
             notify(f"the report shows less of {name}: {found}")
@@ -86,20 +97,24 @@ def write_report(
     return path
 
 
-def _of_first_finished(
-    runs: Sequence[Run], analyse: Callable[[Path, bool], Result | None], trust: bool
-) -> dict[str, Result | str]:
-    """Return, by method, the result for its first finished run, or the reason why there is none."""
-    results: dict[str, Result | str] = {}
-    for run in runs:
-        if run.finished and run.name not in results:
-            try:
-                result: Result | str | None = analyse(run.path, trust)
-            except UserError as error:
-                result = str(error)
-            if result is not None:
-                results[run.name] = result
-    return results
+def opened_with_data(path: Path, trust: bool = False) -> tuple[Federation, RunDirectory]:
+    """Return a run's federation and its folder; for `trust` see `load_stored_recipe`.
+
+    Raises:
+        UserError: the data have changed or are no longer there, or the recipe names code that is not trusted.
+    """
+    directory = RunDirectory.open(path)
+    federation = federation_of_run(directory, trust)
+    require_same_data(path, federation.data_digests())
+    return federation, directory
+
+
+def _or_reason(analyse: Callable[..., Result], *arguments: Any) -> Result | str:
+    """Return what is read or found of a run, or the reason why there is nothing."""
+    try:
+        return analyse(*arguments)
+    except UserError as error:
+        return str(error)
 
 
 def build_report(

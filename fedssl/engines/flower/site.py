@@ -121,7 +121,7 @@ class SiteStates:
         if round_number is None:
             return Message()
         path = self._path(round_number)
-        with suppress(FileNotFoundError):  # states of a simulation and of earlier versions have no digest
+        with suppress(FileNotFoundError):  # states of a simulation have no digest
             expected = read_regular_file(path.with_suffix(_DIGEST), 64)
             if digest_of(path).encode() != expected:
                 raise SendableError(

@@ -15,10 +15,10 @@ from fedssl.randomness import seed_for
 from fedssl.reports.collapse import (
     Collapse,
     Geometry,
-    collapse_of_run,
+    analyse_collapse,
     draw_log_singular_values,
 )
-from fedssl.reports.report import write_report
+from fedssl.reports.report import opened_with_data, write_report
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.reports.parsed_page import Page
@@ -34,7 +34,7 @@ def averaged(tiny, finished) -> Path:
 
 @pytest.fixture(scope="module")
 def analysed(averaged) -> Collapse:
-    return collapse_of_run(averaged)
+    return analyse_collapse(*opened_with_data(averaged))
 
 
 def test_the_global_model_and_the_latest_local_models_are_looked_at(tiny, averaged, analysed):
@@ -56,11 +56,8 @@ def test_the_global_model_and_the_latest_local_models_are_looked_at(tiny, averag
     assert logged[2, "global", "effective_rank"] == pytest.approx(analysed.models["global"].effective_rank, rel=1e-6)
 
 
-def test_a_method_without_a_global_model_shows_its_clients_and_a_run_that_has_not_begun_nothing(
-    tiny, finished, tmp_path
-):
-    assert collapse_of_run(RunDirectory.create(tmp_path / "new", {"recipe.yaml": tiny().to_yaml()}).path) is None
-    found = collapse_of_run(finished(tiny()))
+def test_a_method_without_a_global_model_shows_its_clients(tiny, finished):
+    found = analyse_collapse(*opened_with_data(finished(tiny())))
     assert found.shared is None
     assert sorted(found.models) == ["0", "1", "2"]
 

@@ -12,9 +12,9 @@ from PIL import Image
 from fedssl.engines import in_process
 from fedssl.evaluation.projections import grid_cells, nearest_images
 from fedssl.reports import images
-from fedssl.reports.images import draw_map, draw_neighbours, image_pictures_of_run, thumbnails
+from fedssl.reports.images import draw_map, draw_neighbours, draw_pictures, thumbnails
 from fedssl.reports.plots import Bar, draw_bars, draw_curves, method_styles, png_bytes
-from fedssl.reports.report import write_report
+from fedssl.reports.report import opened_with_data, write_report
 from tests.fedssl.conftest import AVERAGED
 
 
@@ -99,7 +99,7 @@ def few_neighbours(monkeypatch):
 
 
 def test_a_run_is_drawn_with_its_global_model(tiny, finished, few_neighbours):
-    pictures = image_pictures_of_run(finished(tiny(**AVERAGED)))
+    pictures = draw_pictures(*opened_with_data(finished(tiny(**AVERAGED))))
     assert pictures is not None
     assert (pictures.model, pictures.source, pictures.searched, pictures.mapped) == ("global", "test", 60, 60)
     assert pictures.same_class is not None
@@ -112,7 +112,7 @@ def test_images_without_labels_and_without_a_test_set_and_images_that_are_gone(t
     in_process.run(
         tiny(rounds=1, data={"name": "npz", "path": str(file)}, partition={"name": "iid", "clients": 2}), path
     )
-    pictures = image_pictures_of_run(path)
+    pictures = draw_pictures(*opened_with_data(path))
     assert pictures is not None
     assert (pictures.model, pictures.source, pictures.same_class) == ("0", "training", None)
     page = write_report([path], collapse=False).read_text()
