@@ -107,7 +107,7 @@ clean:
 $(installed): pyproject.toml setup.py $(wildcard csrc/*.py csrc/*/*) fedkernels/_schemas.inc | check-python
 	$(python) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv "$(VENV)"
 	$(python) -m pip install $(TORCH)
-	$(python) -m pip install --editable ".[test,flower,export,dicom,privacy,mlflow]"
+	$(python) -m pip install --editable ".[test,flower,export,lora,dicom,privacy,mlflow]"
 	@touch "$@"
 
 # An environment that exists keeps its Python; only a PYTHON given by hand is compared with it.

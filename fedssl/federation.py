@@ -23,11 +23,12 @@ from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model, copy_entries
 from .models.precision import check_precision
-from .models.weights import ModelOptions, Weights, digest, keep_batch_statistics, load_weights, read_all_weights
+from .models.trained_part import freeze
+from .models.weights import Weights, digest, keep_batch_statistics, load_weights, read_all_weights
 from .randomness import generator_for, seeded
 from .recipe.reading import load_stored_recipe
 from .recipe.recipe import Recipe
-from .recipe.rules import check_data, check_models, check_parts, check_shares
+from .recipe.rules import check_data, check_frozen, check_models, check_parts, check_shares
 from .run_folder.directory import RunDirectory
 
 MODEL = "model/"
@@ -179,6 +180,9 @@ def build_federation(
             return _build_model(recipe, images, architecture, weights)
 
     check_models(recipe, lambda architecture: model_of(architecture, "check"), shape)
+    if trains and recipe.model.train != "all":
+        for architecture in dict.fromkeys(architectures):
+            check_frozen(recipe, architecture, model_of(architecture, "check"), model_of(architecture, "another"))
     downstream = {}
     for label, options in (recipe.evaluation.downstream or {}).items():
         try:
@@ -225,7 +229,7 @@ def federation_of_run(directory: RunDirectory, trust: bool = False, downstream: 
     """
     recipe = load_stored_recipe(directory, trust)
     if not recipe.local_update.personal or len(directory.client_rounds) == recipe.partition.clients:
-        recipe = recipe.model_copy(update={"model": ModelOptions()})
+        recipe = recipe.model_copy(update={"model": recipe.model.without_weights()})
     if not downstream:
         evaluation = recipe.evaluation.model_copy(update={"downstream": None})
         recipe = recipe.model_copy(update={"evaluation": evaluation})
@@ -249,9 +253,13 @@ def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: M
     encoder = build_encoder(architecture, channels, width, height, recipe.model.stem)
     if architecture in weights:
         load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
-    if recipe.model.batch_statistics == "kept" and recipe.model.source_of(architecture) is not None:
+    if recipe.model.keeps_statistics(architecture):
         keep_batch_statistics(encoder)
-    return recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))
+    frozen = freeze(encoder, recipe.model.train, architecture, (channels, height, width))
+    model = recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))
+    model.frozen = frozenset(f"online.encoder.{name}" for name in frozen)
+    model.let_train()
+    return model
 
 
 def device_named(name: str) -> torch.device:

@@ -32,7 +32,9 @@ class BaseModel(Aggregator):
     def train_on_public_images(self, local: LocalRound, train: Train) -> Message:
         local.client.model.train()
         train(local, self.epochs)
-        return Message({BASE + name: t for name, t in local.client.model.encoder.state_dict().items()})
+        model = local.client.model
+        entries = model.encoder.state_dict().items()
+        return Message({BASE + name: t for name, t in entries if f"online.encoder.{name}" not in model.frozen})
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
         base = Message({name: t for name, t in server.tensors.items() if name.startswith(BASE)})

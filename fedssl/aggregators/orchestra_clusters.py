@@ -74,7 +74,7 @@ class OrchestraClusters(Aggregator):
         return dict.fromkeys(clients, Message({name: server.tensors[name] for name in travelling}))
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
-        return dict.fromkeys(clients, Message({GLOBAL: server.tensors[GLOBAL]} | target_of(server)))
+        return dict.fromkeys(clients, Message({GLOBAL: server.tensors[GLOBAL]} | target_of(server, travelling)))
 
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
         model = local.client.model
@@ -87,7 +87,7 @@ class OrchestraClusters(Aggregator):
         return Message({LOCAL: cluster_locally(model.memory.cpu(), self.local_clusters, generator)} | target)
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in target_of(server).items()}
+        shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in target_of(server, travelling).items()}
         shapes[LOCAL] = (self.local_clusters, server.tensors[GLOBAL].shape[1])
         return shapes
 
@@ -103,17 +103,19 @@ class OrchestraClusters(Aggregator):
 
     def _next_target(self, server: Message, replies: dict[int, Message]) -> dict[str, Tensor]:
         """Return the mean of the clients' target networks; after the opening round a copy of the online one."""
-        order, names = sorted(replies), target_of(server)
-        if not names:
+        order = sorted(replies)
+        if not target_of(server):
             online = {TARGET + n.removeprefix(ONLINE): t for n, t in server.tensors.items() if n.startswith(ONLINE)}
             return {name: tensor.clone() for name, tensor in online.items() if name.startswith(_TARGET_PARTS)}
         samples = [replies[k].numbers["samples"] for k in order]
+        names = target_of(replies[order[0]])
         return {name: weighted_mean([replies[k].tensors[name] for k in order], samples) for name in names}
 
 
-def target_of(message: Message) -> dict[str, Tensor]:
-    """Return the target network's entries by state-dict name; there are none before the first round."""
-    return {name: tensor for name, tensor in message.tensors.items() if name.startswith(TARGET)}
+def target_of(message: Message, travelling: list[str] | None = None) -> dict[str, Tensor]:
+    """Return the target network's entries, or those whose online ones travel; there are none before the first round."""
+    target = {name: tensor for name, tensor in message.tensors.items() if name.startswith(TARGET)}
+    return {n: t for n, t in target.items() if travelling is None or ONLINE + n.removeprefix(TARGET) in travelling}
 
 
 @torch.no_grad()

@@ -17,8 +17,9 @@ DIVERGENCE = "fedu.divergence"
 
 
 def encoder_weights(model: Model) -> dict[str, Tensor]:
-    """Return copies of the encoder's weights with two or more dimensions: in a ResNet, its convolutions."""
-    return {name: p.detach().clone() for name, p in model.encoder.named_parameters() if p.dim() > 1}
+    """Return copies of the encoder's weights that train and have two or more dimensions: a ResNet's convolutions."""
+    trained = {name: p for name, p in model.encoder.named_parameters() if p.dim() > 1 and p.requires_grad}
+    return {name: p.detach().clone() for name, p in trained.items()}
 
 
 def divergence(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:

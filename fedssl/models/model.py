@@ -45,6 +45,8 @@ class Model(nn.Module):
         self.online = nn.ModuleDict(online)
         self.target = nn.ModuleDict({name: copy.deepcopy(online[name]) for name in target_parts})
         self.target.requires_grad_(False)
+        #: state-dict names of what never trains or travels: `model.train` leaves it as the weights to start from
+        self.frozen: frozenset[str] = frozenset()
         #: in which contrastive losses take their rows, if not as they are; training.precision
         self.rows_dtype: torch.dtype | None = None
         #: by which two views pass through a network at a time, while the model trains
@@ -53,6 +55,11 @@ class Model(nn.Module):
     @property
     def encoder(self) -> nn.Module:
         return self.online["encoder"]
+
+    def let_train(self) -> None:
+        """Let the online network's parameters have gradients, but for what is frozen."""
+        for name, parameter in self.online.named_parameters(prefix="online"):
+            parameter.requires_grad_(name not in self.frozen)
 
     def online_state(self) -> dict[str, Tensor]:
         """Return a copy of the online network's entries, by their names in the whole model's state."""

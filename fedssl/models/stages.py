@@ -153,13 +153,11 @@ class StagedEncoder(Encoder):
         names = []
         for name in self.state_dict():
             group, _, rest = name.partition(".")
+            layer = _layer_of(rest, self._paths)
             if group == "reshape":
                 included = rest.split(".")[0] == str(top)
-            elif rest.split(".")[0] in _TOP:
-                included = top is not None
-            else:  # entries before the first layer belong to it
-                held = [any(rest.startswith(path + ".") for path in paths) for paths in self._paths]
-                included = (held.index(True) if True in held else 0) in layers
+            else:
+                included = top is not None if layer is None else layer in layers
             if included:
                 names.append(name)
         return names
@@ -210,6 +208,30 @@ def uncut_network(encoder: nn.Module) -> nn.Module:
     return encoder.network if isinstance(encoder, StagedEncoder) else encoder
 
 
+def names_of_last_layers(network: nn.Module, count: int, architecture: str) -> list[str]:
+    """Return state-dict names of a network's last layers and of the modules after them.
+
+    Raises:
+        UserError: it cannot be cut into layers, or has no more than `count`.
+    """
+    paths, _ = _layers(network)
+    if not count < len(paths):
+        raise UserError(
+            f"model.train=last:{count} is for encoders of more layers, and {architecture} has {len(paths)}: expected "
+            f"last:1 to last:{len(paths) - 1}, or all"
+        )
+    layers = {name: _layer_of(name, paths) for name in network.state_dict()}
+    return [name for name, layer in layers.items() if layer is None or layer >= len(paths) - count]
+
+
+def _layer_of(name: str, paths: list[tuple[str, ...]]) -> int | None:
+    """Return the layer (from 0) that a network's entry belongs to; None after the last one."""
+    if name.split(".")[0] in _TOP:
+        return None
+    # entries before the first layer belong to it
+    return next((i for i, own in enumerate(paths) if any(name.startswith(path + ".") for path in own)), 0)
+
+
 def _layers(network: nn.Module) -> tuple[list[tuple[str, ...]], list[int]]:
     """Return the module paths of each layer, and the width of the pooled output after each layer."""
     from timm.models.resnet import ResNet  # here, as importing timm takes seconds
@@ -228,5 +250,6 @@ def _layers(network: nn.Module) -> tuple[list[tuple[str, ...]], list[int]]:
         return [(f"blocks.{i}",) for i in range(len(blocks))], [width] * len(blocks)
     raise UserError(
         f"architectures: {type(network).__name__} cannot be cut into layers; a layer-wise or progressive "
-        "schedule needs a ResNet or a vision transformer, for example resnet18 or vit_tiny_patch16_224"
+        "schedule and model.train=last:N need a ResNet or a vision transformer, for example resnet18 or "
+        "vit_tiny_patch16_224"
     )

@@ -39,6 +39,13 @@ class ModelOptions(Options):
         "variance, and keeps a moving mean of them; kept takes those that model.weights brought, which never change: "
         "with few or small images new ones can make good weights worse",
     )
+    train: str = Field(
+        "all",
+        pattern=r"^(all|(last|lora):[1-9]\d{0,3})$",
+        description="what of the encoders trains and travels: all; last:N, the last N layers (a ResNet's stages, a "
+        "transformer's blocks); or lora:R, low-rank adapters of rank R on a transformer's attention (needs peft). The "
+        "rest stays as model.weights brought it, which every site then reads itself",
+    )
     weights: str | dict[str, str] | None = Field(
         None,
         description="weights to start the encoders from: a folder of fedssl export, a safetensors or .pt file "
@@ -54,6 +61,15 @@ class ModelOptions(Options):
     def source_of(self, architecture: str) -> str | None:
         """Return the source of an architecture's weights, or None if it starts at random."""
         return self.weights.get(architecture) if isinstance(self.weights, dict) else self.weights
+
+    def without_weights(self) -> ModelOptions:
+        """Return the options for encoders whose weights come from elsewhere: the server, or a run's states."""
+        return self.model_copy(update={"weights": None, "digests": None})
+
+    def keeps_statistics(self, architecture: str) -> bool:
+        """Return whether an architecture's BatchNorm layers keep the statistics that came with its weights."""
+        starts_from_some = self.weights is None or self.source_of(architecture) is not None
+        return self.batch_statistics == "kept" and starts_from_some
 
     @model_validator(mode="after")
     def _keeps_something(self) -> ModelOptions:
@@ -150,8 +166,13 @@ def keep_batch_statistics(network: nn.Module) -> None:
     """Let BatchNorm layers of a network, and of its copies, normalise by their stored statistics in training too."""
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-            module.train = _stay_as_it_is  # type: ignore[method-assign, assignment]
+            keep_in_evaluation_mode(module)
+
+
+def keep_in_evaluation_mode(module: nn.Module) -> None:
+    """Let a module, and its copies, stay in evaluation mode while the network that it is a part of trains."""
+    module.eval()
+    module.train = _stay_as_it_is  # type: ignore[method-assign, assignment]
 
 
 def _stay_as_it_is(mode: bool = True) -> None:

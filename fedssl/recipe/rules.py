@@ -120,6 +120,18 @@ def check_models(recipe: Recipe, build: Callable[[str], Model], shape: tuple[int
             )
 
 
+def check_frozen(recipe: Recipe, architecture: str, one: Model, another: Model) -> None:
+    """Raise a UserError if two clients' models, built alike, would be frozen at different values: at random ones."""
+    values, others = one.state_dict(), another.state_dict()
+    for name in sorted(one.frozen):
+        if not torch.equal(values[name], others[name]):
+            raise UserError(
+                f"model.train={recipe.model.train} leaves {name.removeprefix('online.encoder.')} of {architecture} as "
+                "it starts, which is at random: give model.weights that hold it (for a stem of 7x7 with "
+                "model.stem=large), or leave model.train out"
+            )
+
+
 def _check_further_views(model: Model, shape: tuple[int, ...], architecture: str) -> None:
     views = f"further views of {shape[1]}x{shape[2]} pixels that the augmentation makes"
     advice = "change augmentation.local_side, or use augmentation.name=random_views or a convolutional network such as"
@@ -235,6 +247,11 @@ def _rules_of_training(recipe: Recipe) -> Iterator[str]:
         yield (
             f"local_update {recipe.local_update.name} works with a whole model, but schedule "
             f"{recipe.schedule.name} trains a part of it: use replace, or end_to_end"
+        )
+    if recipe.schedule.cuts and recipe.model.train != "all":
+        yield (
+            f"schedule {recipe.schedule.name} says itself which layers train, so model.train={recipe.model.train} does "
+            "not go with it: leave one of the two out"
         )
     unlabelled = [regularizer.name for regularizer in recipe.regularizers if regularizer.runs_objective]
     unlabelled += [aggregator.name for aggregator in recipe.aggregators if aggregator.trains]

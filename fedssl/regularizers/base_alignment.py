@@ -38,7 +38,8 @@ class BaseAlignment(Regularizer):
         memory = local.client.memory.tensors
         memory.update({name: t.clone() for name, t in local.received.tensors.items() if name.startswith(BASE)})
         base = copy.deepcopy(local.client.model.encoder)
-        base.load_state_dict({name.removeprefix(BASE): t for name, t in memory.items() if name.startswith(BASE)})
+        received = {name.removeprefix(BASE): t for name, t in memory.items() if name.startswith(BASE)}
+        base.load_state_dict(received, strict=False)  # frozen entries do not travel
         base.requires_grad_(False).eval()
 
         def term(step: Step) -> Tensor:

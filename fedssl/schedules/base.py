@@ -57,7 +57,7 @@ class Schedule(Part):
     def prepare(self, model: Model, plan: Plan) -> None:
         """Set the modes and `requires_grad` with which a round trains, on the online and the target network."""
         model.train()
-        model.online.requires_grad_(True)
+        model.let_train()
         if isinstance(model.encoder, StagedEncoder):
             model.encoder.use(plan.active, plan.frozen)
             model.encoder.frozen_outputs = None  # they are another round's
@@ -76,12 +76,12 @@ class Schedule(Part):
                 encoder.frozen_outputs = None
                 encoder.use(range(encoder.layers))
         model.train()
-        model.online.requires_grad_(True)
+        model.let_train()
         model.target.requires_grad_(False)
 
     def travelling(self, model: Model, plan: Plan) -> list[str]:
         """Return state-dict names of what a weight-exchanging aggregator sends up and down in a round."""
-        online = [name for name in model.state_dict() if name.startswith("online.")]
+        online = [name for name in model.state_dict() if name.startswith("online.") and name not in model.frozen]
         if not isinstance(model.encoder, StagedEncoder):
             return online
         encoder = {"online.encoder." + name for name in model.encoder.names(plan.active, top=plan.depth)}

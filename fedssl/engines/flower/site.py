@@ -19,7 +19,6 @@ from ...errors import SendableError
 from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
 from ...messages import Message
-from ...models.weights import ModelOptions
 from ...recipe.recipe import Recipe
 from ...run_folder.directory import client_file
 from ...run_folder.storage import digest_of, read_message, write_atomically, write_message
@@ -63,8 +62,10 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
     changed: dict[str, Any] = {"architectures": architectures, "data": data or recipe.data}
     changed["device"] = site.device or recipe.device
     if not recipe.local_update.personal:
-        # the weights to start from come with the server's first message, and the server evaluates the global model
-        changed["model"] = ModelOptions()
+        # the weights to start from come with the server's first message, but for frozen ones, which never travel; and
+        # the server evaluates the global model
+        if recipe.model.train == "all":
+            changed["model"] = recipe.model.without_weights()
         changed["evaluation"] = recipe.evaluation.model_copy(update={"downstream": None})
     return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
 
