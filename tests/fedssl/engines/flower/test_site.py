@@ -11,8 +11,10 @@ import pytest
 import torch
 import yaml
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 from fedssl.data.options import DataOptions
+from fedssl.engines import in_process
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.engines.flower.messenger import Messenger
 from fedssl.engines.flower.site import SiteEvaluation, SiteStates, evaluation_fault, site_federation
@@ -22,6 +24,7 @@ from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
 from fedssl.messages import Message
+from fedssl.recipe.reading import load_recipe
 from fedssl.reports.evaluation import evaluate_run
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
@@ -29,16 +32,21 @@ from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.flower.loop_grid import (
+    EQUAL,
+    HUGE,
+    SECURE,
     FaultsByRound,
     Prepare,
     WarningRecorder,
     after_training,
+    assert_close,
     run_on,
     start,
     write_sites,
 )
 from tests.fedssl.engines.short_runs import metric
 from tests.fedssl.export.finished_runs import write_images
+from tests.fedssl.models.test_weights import drawn
 
 
 def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
@@ -88,6 +96,34 @@ def test_the_runs_name_cannot_leave_the_sites_folder(quick, tmp_path):
     states = _site_from_file(str(tmp_path / "recipe.yaml"), (("site", str(site)),)).states
     with pytest.raises(UserError, match="the server's name of the run is invalid: expected 1 to 64 letters"):
         states("../elsewhere")
+
+
+@pytest.mark.parametrize("privacy", ["plain", "secure", "noisy"])
+def test_of_an_encoder_that_trains_in_part_each_site_reads_the_rest_itself(privacy, quick, tiny, tmp_path):
+    """The run is that of one process, and a site with other weights is refused."""
+    save_file(drawn("small_convnet").state_dict(), tmp_path / "w.safetensors")
+    model = {"weights": str(tmp_path / "w.safetensors"), "train": "last:1"}
+    secure, dp = SECURE if privacy == "secure" else None, HUGE if privacy == "noisy" else None
+    recipe = quick(**EQUAL, model=model, secure=secure, dp=dp, rounds=1)
+    directory, grid = start(recipe, tmp_path / "sites", write_sites(tmp_path))
+    assert run_on(recipe, directory, grid) == []
+    in_process.run(tiny(**EQUAL, model=model, rounds=1), tmp_path / "here")
+    assert_close(tmp_path / "here", tmp_path / "sites", atol=1e-6)
+    down = [metric(tmp_path / name, "bytes_down", 1)["0"] for name in ("here", "sites")]
+    assert down[0] == down[1]
+    save_file(drawn("small_convnet", seed=2).state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match="holds other weights than those recorded"):
+        site_federation(load_recipe(directory.path / "recipe.yaml"), load_site(tmp_path / "site0.yaml"))
+
+
+def test_a_site_takes_the_weights_from_the_server_but_the_stem_and_kept_statistics_from_the_recipe(quick, tmp_path):
+    save_file(drawn("small_convnet").state_dict(), tmp_path / "w.safetensors")
+    model = {"weights": str(tmp_path / "w.safetensors"), "batch_statistics": "kept", "stem": "large"}
+    recipe = quick(**AVERAGED, model=model)
+    (tmp_path / "w.safetensors").unlink()
+    federation = site_federation(recipe, load_site(write_sites(tmp_path)[0]))
+    assert federation.recipe.model.stem == "large"
+    assert not federation.new_model(0).train().encoder.blocks[1].training
 
 
 # A client's evaluation of its own model is checked like any other answer
