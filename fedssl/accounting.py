@@ -34,7 +34,8 @@ class StepCost:
         parameters: with buffers and the target network's.
         activations: most that the forward pass keeps for the backward pass at one time.
         flops: floating-point operations by the paper's rule: operations count once without gradients and three times
-            with gradients. Layers before the first one that trains, such as a frozen stem, run without gradients.
+            with gradients; twice where the weights are frozen and what comes before them trains. Layers before the first
+            one that trains, such as a frozen stem, run without gradients.
     """
 
     parameters: int
@@ -132,9 +133,11 @@ class _ForwardOperations(TorchDispatchMode):
         count = COUNTED.get(func.overloadpacket)
         if count is not None:
             # The mode alone does not show it: a frozen stem runs with gradients enabled and needs none.
-            needed = any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
-            differentiated = torch.is_grad_enabled() and needed
-            self.flops += int(count(*args, **kwargs, out_val=result)) * (ACTIVE if differentiated else 1)
+            needed = [v.requires_grad for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1]
+            # without the gradient of frozen weights, which are the last factor; after attention's third may be a mask
+            passes = ACTIVE if needed[:3][-1] else ACTIVE - 1
+            differentiated = torch.is_grad_enabled() and any(needed)
+            self.flops += int(count(*args, **kwargs, out_val=result)) * (passes if differentiated else 1)
         return result
 
 

@@ -63,10 +63,12 @@ def _add_adapters(encoder: nn.Module, rank: int, architecture: str, image_shape:
 
 
 def merged(encoder: nn.Module) -> nn.Module:
-    """Return an encoder whose adapters, if it has any, are added to the weights that they adapt: a plain network."""
+    """Return an encoder as a plain network: adapters are added to the weights that they adapt, and every module trains."""
     adapted: dict[str, Any] = {path: m for path, m in encoder.named_modules() if hasattr(m, "lora_A")}
     for path, module in adapted.items():
         module.merge()
         parent, _, name = path.rpartition(".")
         setattr(encoder.get_submodule(parent), name, module.get_base_layer())
+    for module in encoder.modules():
+        vars(module).pop("train", None)  # of `keep_in_evaluation_mode`
     return encoder

@@ -51,6 +51,10 @@ def test_what_lies_before_the_first_layer_that_trains_has_no_backward_pass(two):
     with counter.forward():
         two(torch.randn(5, 8))
     assert counter.flops == FLOPS
+    last_frozen = StepCounter(turned := nn.Sequential(nn.Linear(6, 8), two[0]))
+    with last_frozen.forward():
+        turned(torch.randn(5, 6))
+    assert last_frozen.flops == 3 * 2 * (5 * 6 * 8) + 2 * 2 * (5 * 8 * 16)  # no gradient of the frozen weights
 
 
 def test_activations_are_counted_at_their_peak_and_each_storage_once():

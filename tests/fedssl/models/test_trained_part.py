@@ -135,26 +135,30 @@ def test_a_client_that_sends_a_frozen_entry_is_refused(partly):
     }
 
 
-@pytest.mark.parametrize("who", ["global", "client"])
-def test_an_export_with_adapters_is_the_plain_network_with_the_same_outputs(who, partly, tmp_path):
-    recipe = partly("small_vit", "lora:2", rounds=1, training={"local_epochs": 1, "batch_size": 8, "learning_rate": 1})
-    run, client = in_process.run(recipe, tmp_path / "run"), None if who == "global" else 1
+@pytest.mark.parametrize(
+    ("architecture", "train", "client"),
+    [("small_vit", "lora:2", None), ("small_vit", "lora:2", 1), ("small_convnet", "last:1", None)],
+)
+def test_an_export_is_the_plain_network_with_the_same_outputs(architecture, train, client, partly, tmp_path):
+    """Fine-tuned as a whole, it ends like that of the run: adapters are not beside what they adapt, nothing is kept."""
+    recipe = partly(architecture, train, rounds=1, training={"local_epochs": 1, "batch_size": 8, "learning_rate": 1})
+    run = in_process.run(recipe, tmp_path / "run")
     encoder = read_encoder(export_encoder(run.path, tmp_path / "encoder", client)).network
-    assert encoder.state_dict().keys() == build_encoder("small_vit", 1, 8).state_dict().keys()
+    assert encoder.state_dict().keys() == build_encoder(architecture, 1, 8).state_dict().keys()
     federation, images = federation_of_run(run), torch.arange(640).view(10, 1, 8, 8).to(torch.uint8)
     if client is None:
-        adapted = federation.method.load_global(run.server_state(), lambda: federation.new_model(None)).encoder
+        trained = federation.method.load_global(run.server_state(), lambda: federation.new_model(None)).encoder
     else:
-        adapted = federation.client(client, run.client_state(client)).model.encoder
-    outputs = extract_features(adapted, images)
+        trained = federation.client(client, run.client_state(client)).model.encoder
+    outputs = extract_features(trained, images)
     torch.testing.assert_close(extract_features(encoder, images), outputs, rtol=0, atol=1e-5)
-    assert (extract_features(drawn("small_vit"), images) - outputs).abs().max() > 1e-3
+    assert (extract_features(drawn(architecture), images) - outputs).abs().max() > 1e-3
     labels, tuning = torch.arange(10) % 2, FineTuning(1, 5, "sgd", 0.1)
     tuned = [
         fine_tuned_network(each, images, labels, 2, tuning, 0, torch.Generator().manual_seed(0))[0].state_dict()
-        for each in (adapted, encoder)
+        for each in (trained, encoder)
     ]
-    assert tuned[0].keys() == tuned[1].keys()  # as after the export, not adapters beside what they adapt
+    torch.testing.assert_close(*tuned, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
