@@ -34,8 +34,8 @@ class StepCost:
         parameters: with buffers and the target network's.
         activations: most that the forward pass keeps for the backward pass at one time.
         flops: floating-point operations by the paper's rule: operations count once without gradients and three times
-            with gradients; twice where the weights are frozen and what comes before them trains. Layers before the first
-            one that trains, such as a frozen stem, run without gradients.
+            with gradients; twice where the weights are frozen and what comes before them trains. Layers before the
+            first one that trains, such as a frozen stem, run without gradients.
     """
 
     parameters: int

@@ -402,6 +402,9 @@ def embed(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Option(help="Where to compute; auto is CUDA where there is a device.")
     ] = "auto",
+    patches: Annotated[
+        bool, Option("--patches", help="Write the features of each patch, [n, H', W', d], before they are pooled.")
+    ] = False,
     window: Annotated[
         str | None,
         Option(
@@ -429,6 +432,7 @@ def embed(
             output,
             batch_size=batch_size,
             device=device,
+            patches=patches,
             window=None if window is None else parse_window(window),
             skip_broken=skip_broken,
             follow_links=follow_links,

@@ -17,9 +17,10 @@ from ..data.image_files import BrokenImageError, image_kind, read_pixels
 from ..data.npz import images_in
 from ..data.pixels import Window, in_channels, resize
 from ..data.stored_images import range_of_float_files
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..evaluation.features import extract_outputs
 from ..federation import device_named
+from ..models.encoders import PatchFeatures
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, make_folder, require_file_name, write_atomically
 from ..untrusted import printable, quoted
@@ -39,6 +40,7 @@ def embed_images(
     *,
     batch_size: int = 256,
     device: str = "auto",
+    patches: bool = False,
     window: Window | None = None,
     skip_broken: bool = False,
     follow_links: bool = False,
@@ -57,6 +59,7 @@ def embed_images(
             an .npz file with the arrays `features` and `files`.
         batch_size: images that are read and embedded at a time; the features do not depend on it beyond rounding.
         device: `cpu`, `cuda`, or `auto` for CUDA if there is a device.
+        patches: write the features before they are pooled, float32 [n, H', W', d] (`PatchFeatures`).
         window: how pixels of more than 8 bits become 8 bits (default: as in the encoder's run).
         skip_broken: leave out files that cannot be read, instead of refusing all.
         follow_links: also read what links in a folder lead to outside it, instead of refusing the folder.
@@ -66,11 +69,13 @@ def embed_images(
         The files that were left out and the reasons, in one line; empty if all could be read.
 
     Raises:
-        UserError: `output` cannot be written; no exported encoder; no images; one folder given twice; a broken file
-            without `skip_broken`; a representation that is not finite; or no pyarrow for a .parquet file. Nothing is
-            written then.
+        UserError: `output` cannot be written, or is a table for `patches`; no exported encoder, or none with patches;
+            no images; one folder given twice; a broken file without `skip_broken`; a representation that is not finite;
+            or no pyarrow for a .parquet file. Nothing is written then.
     """
     require_file_name(output)
+    if patches and output.suffix in (".csv", ".parquet"):
+        raise UserError(f"{output}: a row of a table cannot hold the features of each patch: name a .npz file")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise UserError(f"{output}: writing .parquet needs pyarrow: pip install pyarrow, or name a .csv or .npz file")
     sources = [images] if isinstance(images, Path) else list(images)
@@ -80,7 +85,13 @@ def embed_images(
         RunDirectory.open(folder)
         raise UserError(f"{folder} is a run's folder: export its encoder first: fedssl export {quoted(folder)} FOLDER")
     encoder = read_encoder(folder)
-    network = encoder.network.to(device_named(device))
+    network = encoder.network
+    if patches:
+        network = PatchFeatures(network)
+        claim = f"the last features of {encoder.architecture} are in no known form of a grid"
+        with explained(claim, "; leave --patches out"), torch.no_grad():
+            network(torch.zeros(1, *encoder.image_shape))
+    network.to(device_named(device))
     each = [_batches(source, encoder, window or encoder.window, batch_size, follow_links) for source in sources]
     total = sum(count for count, _ in each)
     prefixes = [f"{printable(source)}/" if len(sources) > 1 else "" for source in sources]

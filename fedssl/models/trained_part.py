@@ -63,7 +63,7 @@ def _add_adapters(encoder: nn.Module, rank: int, architecture: str, image_shape:
 
 
 def merged(encoder: nn.Module) -> nn.Module:
-    """Return an encoder as a plain network: adapters are added to the weights that they adapt, and every module trains."""
+    """Return an encoder as a plain network: adapters are added to what they adapt, and every module can train."""
     adapted: dict[str, Any] = {path: m for path, m in encoder.named_modules() if hasattr(m, "lora_A")}
     for path, module in adapted.items():
         module.merge()

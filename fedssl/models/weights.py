@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import warnings
 import zipfile
 from argparse import Namespace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.serialization import safe_globals
@@ -41,7 +42,6 @@ class ModelOptions(Options):
     )
     train: str = Field(
         "all",
-        pattern=r"^(all|(last|lora):[1-9]\d{0,3})$",
         description="what of the encoders trains and travels: all; last:N, the last N layers (a ResNet's stages, a "
         "transformer's blocks); or lora:R, low-rank adapters of rank R on a transformer's attention (needs peft). The "
         "rest stays as model.weights brought it, which every site then reads itself",
@@ -70,6 +70,13 @@ class ModelOptions(Options):
         """Return whether an architecture's BatchNorm layers keep the statistics that came with its weights."""
         starts_from_some = self.weights is None or self.source_of(architecture) is not None
         return self.batch_statistics == "kept" and starts_from_some
+
+    @field_validator("train")
+    @classmethod
+    def _known(cls, train: str) -> str:
+        if not re.fullmatch(r"all|(last|lora):[1-9]\d{0,3}", train):
+            raise ValueError("expected all, last:N or lora:R, with N and R from 1, such as last:1")
+        return train
 
     @model_validator(mode="after")
     def _keeps_something(self) -> ModelOptions:

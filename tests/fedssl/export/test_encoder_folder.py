@@ -32,8 +32,9 @@ def write_features(folder, images):
     sys.path.insert(0, folder)
     import load
     with torch.no_grad():
-        features = load.load_encoder()(load.normalize(load_file(images)["pixels"]))
-    save_file({"features": features.contiguous()}, images + ".features")
+        encoder, pixels = load.load_encoder(), load.normalize(load_file(images)["pixels"])
+        outputs = {"features": encoder(pixels), "last": encoder.forward_features(pixels)}
+    save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, images + ".features")
 
 for line in sys.stdin:
     if os.fork() == 0:
@@ -49,7 +50,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def features_of_a_stranger():
-    """Gives the features by load.py."""
+    """Gives by load.py the features, and what they are pooled from."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", STRANGER], env=environment, **pipes) as stranger:
@@ -59,7 +60,8 @@ def features_of_a_stranger():
             save_file({"pixels": pixels}, images)
             print(json.dumps([str(folder), images]), file=stranger.stdin, flush=True)
             assert stranger.stdout.readline() == "0\n"  # what went wrong is printed
-            return load_file(images + ".features")["features"]
+            outputs = load_file(images + ".features")
+            return outputs["features"], outputs["last"]
 
         yield features
         stranger.kill()
@@ -92,11 +94,13 @@ def test_a_program_without_fedssl_gets_the_runs_features(
     folder = export_encoder(run, tmp_path / "encoder")
     pixels = federation.dataset.test_images[:5]
     expected = features_of_run(run, federation, pixels)
-    torch.testing.assert_close(features_of_a_stranger(folder, pixels), expected, rtol=0, atol=1e-5)
+    features, last = features_of_a_stranger(folder, pixels)
+    torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
     for network in loaded_by_timm(folder) if by_timm else ():
         torch.testing.assert_close(extract_features(network, pixels), expected, rtol=0, atol=1e-5)
     encoder = read_encoder(folder)
     assert torch.equal(extract_features(encoder.network, pixels), expected)
+    torch.testing.assert_close(last, encoder.network.forward_features(normalize(pixels)), rtol=0, atol=1e-5)
     assert encoder.image_shape == (channels, side, side)
     assert encoder.num_features == expected.shape[1]
 
@@ -108,7 +112,7 @@ def test_a_staged_encoder_is_exported_as_the_plain_network(features_of_a_strange
     assert not any("module" in name or "reshape" in name for name in load_file(folder / "model.safetensors"))
     pixels = federation.dataset.test_images[:5]
     expected = features_of_run(run, federation, pixels)
-    torch.testing.assert_close(features_of_a_stranger(folder, pixels), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(features_of_a_stranger(folder, pixels)[0], expected, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
