@@ -19,8 +19,8 @@ def freeze(encoder: nn.Module, train: str, architecture: str, image_shape: Colle
     """Keep in evaluation mode what `train` leaves out of an encoder's training, and return its state-dict names.
 
     `last:N` trains the last N layers (stages.py) and the modules after them. `lora:R` adds adapters to the encoder (Hu
-    et al. 2022, LoRA: Low-rank adaptation of large language models), which alone train: each linear layer of attention
-    gives W x + B A x, with A [R, in] drawn and B [out, R] zero at the start. Images are [C, H, W].
+    et al. 2022, LoRA, Eq. 3), which alone train: each linear layer of attention gives W x + B A x, with A [R, in] drawn
+    and B [out, R] zero at the start. Images are [C, H, W].
 
     Raises:
         UserError: the network has no such layers, or calls them in a way that adapters cannot follow; or no peft.
