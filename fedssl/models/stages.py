@@ -211,17 +211,25 @@ def uncut_network(encoder: nn.Module) -> nn.Module:
 def names_of_last_layers(network: nn.Module, count: int, architecture: str) -> list[str]:
     """Return state-dict names of a network's last layers and of the modules after them.
 
+    A layer is here also a stage of timm's networks that keep theirs in one `blocks`, `stages` or `layers`, such as
+    EfficientNet, MobileNet, ConvNeXt and Swin, which cannot be run to a smaller depth.
+
     Raises:
-        UserError: it cannot be cut into layers, or has no more than `count`.
+        UserError: it has no such layers, or no more than `count`.
     """
-    paths, _ = _layers(network)
+    stages = {name: child for name, child in network.named_children() if name in ("blocks", "stages", "layers")}
+    container, module = next(iter(stages.items()), ("", None))
+    if isinstance(module, nn.Sequential) and not isinstance(network, SmallConvNet):
+        paths = [(f"{container}.{name}",) for name, _ in module.named_children()]
+    else:
+        paths, _ = _layers(network)
     if not count < len(paths):
         raise UserError(
             f"model.train=last:{count} is for encoders of more layers, and {architecture} has {len(paths)}: expected "
             f"last:1 to last:{len(paths) - 1}, or all"
         )
-    layers = {name: _layer_of(name, paths) for name in network.state_dict()}
-    return [name for name, layer in layers.items() if layer is None or layer >= len(paths) - count]
+    names = list(network.state_dict())  # in the order of the forward pass
+    return names[next(i for i, name in enumerate(names) if name.startswith(paths[-count][0] + ".")) :]
 
 
 def _layer_of(name: str, paths: list[tuple[str, ...]]) -> int | None:
@@ -250,6 +258,6 @@ def _layers(network: nn.Module) -> tuple[list[tuple[str, ...]], list[int]]:
         return [(f"blocks.{i}",) for i in range(len(blocks))], [width] * len(blocks)
     raise UserError(
         f"architectures: {type(network).__name__} cannot be cut into layers; a layer-wise or progressive "
-        "schedule and model.train=last:N need a ResNet or a vision transformer, for example resnet18 or "
-        "vit_tiny_patch16_224"
+        "schedule needs a ResNet or a vision transformer, for example resnet18 or vit_tiny_patch16_224, and "
+        "model.train=last:N one of them or a network that keeps its stages in one module, such as EfficientNet"
     )

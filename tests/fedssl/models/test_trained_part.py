@@ -48,6 +48,7 @@ TRAINED = {
     ("small_convnet", "last:2"): ("blocks.6.", "blocks.7.", "blocks.9.", "blocks.10."),
     ("small_resnet10", "last:1"): ("layer4.",),
     ("small_vit", "last:1"): ("blocks.3.", "norm."),
+    ("mobilenetv3_small_050", "last:1"): ("blocks.5.", "conv_head."),
     ("small_vit", "lora:2"): ("lora_A.", "lora_B."),
 }
 
