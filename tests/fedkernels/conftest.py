@@ -15,13 +15,7 @@ from fedkernels.internal import native, transport_warnings
 from tests.fedkernels.operators import OPERATORS
 
 FUNCTIONS = {name: getattr(fedkernels, name) for name in OPERATORS}
-OF_OTHERS = (
-    "accumulate_cka",
-    "cka_sums",
-    "contrastive",
-    "deltas",
-    "unbalanced_ot_stiff",
-)  # tests of operators of other names
+OF_OTHERS = ("accumulate_cka", "contrastive", "deltas", "unbalanced_ot_stiff")  # tests of operators of other names
 COMPILED = {f"test_{name}" for name in (*native.COMPILED, *OF_OTHERS)}
 OF_TABLE = {"test_adversarial", "test_contexts", "test_memory_and_autograd", "test_properties", "test_refusals"}
 OF_OPERATORS = {f"test_{name}" for name in FUNCTIONS} | COMPILED | OF_TABLE

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import distributed as dist
 
 from fedkernels import (
@@ -89,6 +91,49 @@ def test_the_sizes_of_later_batches_do_not_matter(sizes):
     truth, accumulator = accumulated(x, y, sizes=(300, 1100, 1100)), accumulated(x, y, sizes=sizes)
     assert torch.equal(accumulator.compute(), truth.compute())
     assert torch.equal(accumulator.compute(debiased=True), truth.compute(debiased=True))
+
+
+def assert_of_all_pairs(make, rows, x_widths, y_widths, dtype):
+    """One batch, whose columns are not contiguous."""
+    xs, ys = (
+        [(matrix(width, rows, seed=width + side) + 0.5).to(dtype).T for width in widths]
+        for side, widths in enumerate((x_widths, y_widths))
+    )
+    ys[0] = ys[0] + xs[0][:, :1]
+    accumulator, exact = accumulated(xs, ys, make, (rows,)), ([x.double() for x in xs], [y.double() for y in ys])
+    close = {"rtol": 1e-8, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    if make is CKAAccumulator:
+        found, truth = accumulator.compute(), linear_cka_pairwise(*exact, centered=True)
+        torch.testing.assert_close(found, truth, **close, check_dtype=False)
+    found = accumulator.compute(debiased=True) if make is CKAAccumulator else accumulator.compute()
+    torch.testing.assert_close(found, debiased_cka_pairwise(*exact), **close, check_dtype=False)
+
+
+WIDTHS = st.lists(st.integers(2, 70), min_size=1, max_size=4)
+
+
+@BOTH
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(6, 300), WIDTHS, WIDTHS, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_any_number_of_representations_of_any_widths(make, rows, x_widths, y_widths, dtype):
+    assert_of_all_pairs(make, rows, x_widths, y_widths, dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("widths", [(300, 321), (40,) * 40, (257, 5, 290), (2, 700)])
+def test_more_columns_than_a_piece_has(make, widths, dtype):
+    """In the space of the samples, and in that of the features."""
+    for rows in (250, 400):
+        assert_of_all_pairs(make, rows, widths[: len(widths) // 2], widths[len(widths) // 2 :], dtype)
+
+
+@pytest.mark.parametrize("rows", [20, 200])
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_squares_of_products_may_be_out_of_float32s_range(rows, scale):
+    x, y = matrix(rows, 30, seed=1).float(), matrix(rows, 9, seed=2).float()
+    value, truth = (accumulated(z, y, MinibatchCKA, (rows,)).compute() for z in (scale * x, x))
+    torch.testing.assert_close(value, truth, rtol=1e-4, atol=1e-5)
 
 
 @BOTH
