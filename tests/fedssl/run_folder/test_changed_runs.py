@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fedssl.data.digests import DATA_DIGESTS
-from fedssl.engines import flower_module, in_process
+from fedssl.engines import in_process
 from fedssl.engines.in_process import resume
 from fedssl.errors import UserError
 from fedssl.federation import build_federation, require_same_data
@@ -320,15 +318,3 @@ def test_a_finished_run_is_measured_and_drawn_with_its_own_data_alone(run, image
         evaluate_run(run)
     assert not (run / "evaluation.csv").exists()
     assert "have changed since the run began: the test set no longer has" in write_report([run]).read_text()
-
-
-def test_a_simulation_by_flower_is_not_continued_either(run, images, monkeypatch):
-    pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-    if find_spec("ray") is None:
-        pytest.skip("ray is not installed: pip install .[flower]")
-    simulation = flower_module("engines.flower.simulation")
-    monkeypatch.delitem(sys.modules, "ray", raising=False)  # another test of this process may have imported it
-    replace(images / "train" / "a" / "02.bmp")
-    monkeypatch.setattr(simulation, "_simulate", lambda *arguments: pytest.fail("the simulation began"))
-    with pytest.raises(UserError, match=f"client . {OTHERS}"):
-        simulation.resume(run)
