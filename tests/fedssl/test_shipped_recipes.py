@@ -42,6 +42,7 @@ SMALL = [
 ]
 #: methods whose clients or server remember something besides the models or draw masks, and other ways to compute steps
 REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl", "feddino", "fedmae"]
+REMEMBERING += ["local_only local_update.keep_optimizer=true training.optimizer=adamw"]
 OTHER_STEPS = ["fedu2 training.precision=bfloat16", "fedu2 training.local_steps=3"]
 
 

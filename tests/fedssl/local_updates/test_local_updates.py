@@ -9,7 +9,6 @@ import torch
 
 from fedssl.client import LocalRound
 from fedssl.data.batches import epoch_batches
-from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.local_updates.fedema import FedEMA
@@ -21,7 +20,6 @@ from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.killed_runs import contents, killed_and_resumed
 from tests.fedssl.reports.figures import logged, predicted
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.small_models import local_round, scalar_model, value
@@ -165,13 +163,6 @@ def test_two_rounds_are_the_steps_of_one_optimizer_whose_state_stays_with_the_cl
     renewed = train_rounds(build_federation(tiny(training=options)), 2).clients[0].tensors
     assert not any("optimizer" in name for name in renewed)
     assert any(not torch.equal(tensor, state[name]) for name, tensor in renewed.items())
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_killed_and_resumed_it_ends_alike(optimizer, tiny, tmp_path):
-    recipe = tiny(**KEPT, rounds=3, training=training(optimizer))
-    run(recipe, tmp_path / "straight")
-    assert contents(killed_and_resumed(recipe, tmp_path / "killed")) == contents(tmp_path / "straight")
 
 
 def test_centralised_recipes_keep_it_and_their_target_network():
