@@ -1,9 +1,10 @@
-"""A consortium of two sites, and its folders."""
+"""A consortium of two sites, and its folders; the tests are left out without Flower (pip install .[flower])."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import yaml
 
 from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
 from tests.fedssl.engines.flower.conftest import flower_process  # noqa: F401 - a fixture
+
+if find_spec("flwr") is None:
+    collect_ignore_glob = ["test_*.py"]
 
 EXAMPLE = {
     "name": "our-consortium",

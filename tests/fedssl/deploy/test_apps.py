@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from flwr.app import Message, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load as load_toml

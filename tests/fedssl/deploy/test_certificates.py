@@ -8,9 +8,6 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec

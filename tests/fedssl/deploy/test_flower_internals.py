@@ -11,8 +11,6 @@ from importlib import import_module, metadata
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 PULL = "state object_store node_config receive get_run get_fab pull_object confirm_message_received trusted_entities"
 APPROVED = "approved apps: Flower's trusted entities sign apps, a site approves digests"
 #: name; its parameters, or None where it is no function; why; the public hook, or "" where there is none

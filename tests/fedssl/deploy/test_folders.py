@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-pytest.importorskip("cryptography", reason="cryptography is not installed: pip install .[flower]")
-
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding

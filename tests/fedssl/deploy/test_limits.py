@@ -12,9 +12,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 import uvicorn
 from fastapi import HTTPException
 from flwr.app import ConfigRecord, Metadata, RecordDict

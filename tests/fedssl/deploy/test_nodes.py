@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.deploy import apps, nodes
 from fedssl.run_folder.creation import alone_in
 from tests.fedssl.engines.flower.deployment import (

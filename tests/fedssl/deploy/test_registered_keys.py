@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.deploy import registered_keys
 from fedssl.deploy.folders import revoke
 from fedssl.deploy.registered_keys import register_keys

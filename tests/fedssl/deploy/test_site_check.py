@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from cryptography.hazmat.primitives.serialization import Encoding
 from flwr.proto.control_pb2 import ListNodesResponse
 from flwr.proto.node_pb2 import NodeInfo

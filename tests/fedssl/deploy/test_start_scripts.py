@@ -23,13 +23,10 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-import yaml
-
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 import httpx
+import pytest
 import uvicorn
+import yaml
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 
 from fedssl.deploy.reverse_proxy import write_reverse_proxy
