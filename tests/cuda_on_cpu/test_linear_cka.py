@@ -6,16 +6,12 @@ import torch
 from fedkernels.internal import linear_cka_cuda
 from fedkernels.internal.linear_cka_cuda import linear_cka, linear_cka_pairwise, linear_cka_to_kernel
 from fedkernels.reference import linear_cka as reference
+from tests.fedkernels.test_linear_cka import matrix
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CENTERED = pytest.mark.parametrize("centered", [False, True])
 BOTH, NEITHER = (True, True), (False, False)  # gradients
 TOLERANCE = {linear_cka: 2e-6, linear_cka_to_kernel: 5e-6}  # in float32
-
-
-def matrix(*shape, seed=0, dtype=FP64):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, dtype=FP64) + 0.3).to(dtype)
 
 
 def pair(rows, x_width, y_width=5, batch=(), dtypes=(FP32, FP32), call=linear_cka):

@@ -25,6 +25,7 @@ from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.creation import alone_in
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, tiny_values
+from tests.fedssl.engines.short_runs import everything
 from tests.fedssl.forked_command import start_command
 from tests.fedssl.recipe.own_part import OWN_PART
 from tests.fedssl.test_untrusted import BOMB
@@ -56,10 +57,6 @@ def tiny_file(tmp_path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(recipe_text())
     return path
-
-
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 def one_line(code: int, err: str) -> None:

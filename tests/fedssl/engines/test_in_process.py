@@ -59,9 +59,6 @@ def test_a_second_run_that_is_stopped_within_a_round_ends_bit_identical(kind, fi
         run(tiny(**METHODS[kind]), tmp_path / "stopped", KilledIn(2))
     stopped = RunDirectory.open(tmp_path / "stopped")
     assert stopped.checkpoint.round == 1
-    if kind == "in memory":  # the first client's state of round 2 lies there, and nothing points at it
-        assert (stopped.checkpoints / "client-0000.round-00002.safetensors").is_file()
-        assert stopped.client_rounds == {0: 1, 1: 1, 2: 1}
     assert resume(tmp_path / "stopped").checkpoint.finished
     assert contents(tmp_path / "stopped") == contents(finished(tiny(**METHODS[kind])))
 
