@@ -18,7 +18,6 @@ from fedssl.evaluation.evaluate import (
     check_downstream,
     evaluate_downstream,
     evaluate_model,
-    in_channels,
     load_downstream,
 )
 from fedssl.evaluation.fine_tuning import FineTuneOptions
@@ -93,8 +92,6 @@ def test_images_take_the_encoders_form(other_data):
         assert images.shape[1:] == (1, 8, 8)
     sized = load_downstream(DataOptions(name="npz", path=other_data, image_size=10), (3, 8, 8), seed=0)
     assert sized.train_images.shape[1:] == (3, 10, 10)
-    grey = torch.randint(0, 256, (2, 1, 4, 4), dtype=torch.uint8)
-    assert torch.equal(in_channels(grey, 3), grey.expand(-1, 3, -1, -1))
 
 
 @pytest.mark.parametrize(
