@@ -166,8 +166,8 @@ def _html(table: Table, results: Sequence[Results], pictures: Sequence[PageFigur
     text_columns, header, rows = _whole_table(table, results)
     classes = {i: "method" for i, row in enumerate(rows) if row[0] == table.method}
     groups = [("", text_columns), *((scenario.label, len(_titles(table, scenario))) for scenario in results)]
-    settings = [(row.label, row.recipe, _settings_line(row.settings)) for row in table.rows]
-    scenarios = [(scenario.label, _settings_line(scenario.settings)) for scenario in table.scenarios]
+    settings = [(row.label, row.recipe, settings_line(row.settings)) for row in table.rows]
+    scenarios = [(scenario.label, settings_line(scenario.settings)) for scenario in table.scenarios]
     return render_page(
         "table.html",
         title=table.name,
@@ -178,11 +178,12 @@ def _html(table: Table, results: Sequence[Results], pictures: Sequence[PageFigur
         rule=RULE,
         rows=PageTable(("row", "recipe", "settings of its own"), settings, text_columns=3),
         scenarios=PageTable(("scenario", "settings"), scenarios, text_columns=2) if scenarios else None,
-        settings=_settings_line(table.settings),
+        settings=settings_line(table.settings),
     )
 
 
-def _settings_line(settings: Mapping[str, Any]) -> str:
+def settings_line(settings: Mapping[str, Any]) -> str:
+    """Return settings as `KEY=VALUE, ...`, with dotted keys."""
     return ", ".join(f"{key}={value}" for key, value in flatten_keys(dict(settings)).items()) if settings else ""
 
 

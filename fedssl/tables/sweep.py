@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..recipe.overrides import apply_override
-from .files import Note
+from .files import Note, settings_line
 from .results import Results, read_results
 from .runner import ALL, CellsFailed, Part, run_table
 from .table import Sweep, Table, check_table
@@ -97,6 +97,6 @@ def _winners(table: Table, sweep: Sweep, results: Results, trials: Table, note: 
             raise UserError(f"no trial of row {row.label!r} has a value of {sweep.metric}: see the trials' folders")
         best = max(reached, key=lambda n: reached[n])
         rows.append(row.model_copy(update={"settings": settings[f"{row.label} {best}"]}))
-        chosen = ", ".join(f"{key}={value}" for key, value in drawn(sweep, row.label, best).items())
-        note(f"\n{row.label}: trial {best} is the best of {len(reached)}, {sweep.metric} {reached[best]:.1f}: {chosen}")
+        chosen = f"{sweep.metric} {reached[best]:.1f}: {settings_line(drawn(sweep, row.label, best))}"
+        note(f"\n{row.label}: trial {best} is the best of {len(reached)}, {chosen}")
     return table.model_copy(update={"rows": rows, "sweep": None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(fedssl, 
     lines: list[str] = []
     own = {"other": {"evaluation.images": [40]}}
     diverging = {"training.learning_rate": [1e-3, 1e30]}
-    file = write(tmp_path, {"own_ranges": own, "ranges": diverging, "draw": "grid"})
+    judged = {"seeds": [1, 2], "method": "one", "verdict": "comparison", "baselines": ["other"]}
+    file = write(tmp_path, {"own_ranges": own, "ranges": diverging, "draw": "grid"}, **judged)
     table = load_table(file)
     code, out, _ = fedssl("sweep", str(file), "--output", "out", "--part", "1", "2")  # as a task of an array does
     assert code == 0
@@ -60,7 +62,8 @@ def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(fedssl, 
         assert winner["evaluation"]["images"] == (40 if row == "other" else None)
     assert any("one 1, seed 0: " in line and "a trial that failed is not chosen" in line for line in lines)
     assert any(line.startswith("\nother: trial 0 is the best of 1, knn ") for line in lines)
-    assert (tmp_path / "out" / "winners" / "table.md").is_file()
+    page = (tmp_path / "out" / "winners" / "table.md").read_text()
+    assert re.search(r"kNN accuracy \(2 seeds\): one with \S+ ± \S+ is tied with other", page)  # a tie by construction
 
 
 def test_the_best_value_wins_and_of_equal_ones_the_first(tmp_path, monkeypatch):

@@ -13,15 +13,18 @@ from fedssl.errors import UserError
 from fedssl.recipe.overrides import shipped_names
 from fedssl.recipe.reading import load_recipe
 from fedssl.tables.runner import table_cells
+from fedssl.tables.sweep import trials_of
 from fedssl.tables.table import cell_path, cell_recipe, load_table
 from tests.fedssl.conftest import ALIGNED, tiny_values
 from tests.fedssl.recipe.own_part import OWN_PART
 from tests.fedssl.reports.synthetic_runs import ROWS, make_table, table_values
 
+SEARCH = Path(__file__).parents[3] / "benchmarks" / "search_presets.yaml"
 
-@pytest.mark.parametrize("name", shipped_names("table"))
-def test_every_cell_of_the_shipped_tables_is_a_valid_recipe(name):
-    table = load_table(name)
+
+@pytest.mark.parametrize("name", [*shipped_names("table"), SEARCH], ids=lambda name: Path(name).stem)
+def test_every_cell_of_the_tables_is_a_valid_recipe(name):
+    table = trials_of(load_table(name)) if name == SEARCH else load_table(name)
     data = table.settings.get("data", {})
     # such a table is run with the path on the command line
     path = ["data.path=images.npz"] if data.get("name") == "npz" and "path" not in data else []
