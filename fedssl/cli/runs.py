@@ -6,7 +6,6 @@ import json
 import shlex
 import time
 import webbrowser
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,11 +14,10 @@ from rich.table import Table as TextTable
 from typer import Argument, Exit, Option
 
 from ..errors import UserError
-from ..untrusted import quoted
+from ..untrusted import MOST_BYTES, quoted, read_regular_file
 from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text, trusted
 
 if TYPE_CHECKING:
-    from ..export.compiled_formats import FormatName
     from ..federation import Federation
     from ..recipe.recipe import Recipe
 
@@ -36,7 +34,7 @@ Minutes = Annotated[
 ]
 EncoderFolder = Annotated[
     Path | None,
-    Option(metavar="FOLDER", help="Export the encoder into this new folder when the run ends, as `fedssl export`."),
+    Option(metavar="FOLDER", help="Export the encoder at the end, the best round's if one is kept, into this folder."),
 ]
 
 
@@ -126,9 +124,7 @@ def run(
         found = f"round {kept.round}, {kept.value:.1f} % of views find their image"
         print_text(f"The best models are kept ({found}): fedssl export {quoted(path)} FOLDER --best")
     if encoder is not None:
-        best = not directory.checkpoint.finished  # a run that got no better has ended
-        _export(path, encoder, None, False, (), trust or resume is None, best)
-        print_next("embed", encoder, _images_of(path), "--output", "features.npz")
+        export(path, encoder, best=kept is not None, trust=trust or resume is None)
     else:
         print_next("report", path)
 
@@ -215,7 +211,7 @@ def run_table(
 
         dry_run(trials_of(loaded, trust) if loaded.sweep else loaded, overrides or (), note=print_text)
         folder = ["--output", str(output)] if output else []
-        print_next("run-table", table, *(overrides or ()), *folder, *trusted(trust))
+        print_next("sweep" if loaded.sweep else "run-table", table, *(overrides or ()), *folder, *trusted(trust))
         return
     if loaded.kind == "resources":
         from ..tables.resources import run_resource_table
@@ -321,10 +317,17 @@ def report(
 
 
 def _print_next_of_run(path: Path) -> None:
-    """Print what to do with a run that was measured: export its encoder, or continue it."""
+    """Print what to do with a run that was measured: use its encoder, export it, or continue the run."""
     from ..evaluation.metrics import is_evaluated
+    from ..export.encoder_folder import is_encoder_folder
+    from ..run_folder.directory import EXPORTED
     from ..run_folder.record import read_run
 
+    with suppress(OSError, ValueError):  # none was exported, or it has gone
+        encoder = Path(read_regular_file(path / EXPORTED, MOST_BYTES).decode())
+        if is_encoder_folder(encoder):
+            print_next("embed", encoder, _images_of(path), "--output", "features.npz")
+            return
     recorded = read_run(path)
     if not recorded.finished:
         print_next("run", "--resume", path)
@@ -349,24 +352,11 @@ def export(
 ) -> None:
     """Export a run's encoder as a folder that timm, or a load.py with torch and timm alone, loads."""
     from ..export.compiled_formats import FILES
+    from ..export.encoder_folder import export_encoder
+    from ..run_folder.directory import EXPORTED
 
     wanted = {"onnx": onnx, "torch-export": torch_export}
-    _export(run, output, client, shared, [name for name in FILES if wanted[name]], trust, best)
-    print_next("embed", output, _images_of(run), "--output", "features.npz")
-
-
-def _export(
-    run: Path,
-    output: Path,
-    client: int | None,
-    shared: bool,
-    formats: Collection[FormatName],
-    trust: bool,
-    best: bool = False,
-) -> None:
-    """Export a run's encoder, and print how to load it."""
-    from ..export.encoder_folder import export_encoder
-
+    formats = [name for name in FILES if wanted[name]]
     path = export_encoder(run, output, client, shared, formats, trust, best)
     shape = ", ".join(map(str, json.loads((path / "config.json").read_text())["fedssl"]["image_shape"]))
     print_text(f"The encoder is in {path}; README.md there says more. In Python, with torch and timm alone:")
@@ -375,6 +365,9 @@ def _export(
         f"    from load import load_encoder, normalize\n"
         f"    print(load_encoder()(normalize(torch.zeros(1, {shape}, dtype=torch.uint8))).shape)"
     )
+    with suppress(OSError):  # of somebody else's run
+        (run / EXPORTED).write_text(str(path.absolute()), encoding="utf-8")
+    print_next("embed", output, _images_of(run), "--output", "features.npz")
 
 
 def _images_of(run: Path) -> str:

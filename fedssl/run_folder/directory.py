@@ -14,6 +14,7 @@
     checkpoints/*.safetensors       the server's state and each client's
     privacy_spent.json              with differential privacy: the rounds that count for each client
     sites_run.txt                   engine flower: the run's name at the sites, which keep the clients' states
+    exported.txt                    where the encoder is that was exported last, if any
 
 Renaming manifest.json commits a round. State files have the round in their name and never change, so a manifest
 always points at whole files. metrics.csv only grows, and the manifest holds its length, so a resume cuts off the lines
@@ -55,6 +56,7 @@ MetricRow = tuple[int, str, str, float]
 METRICS_HEADER = ("round", "client", "metric", "value")
 IMAGE_SHAPE = "image_shape.json"
 SITES_RUN = "sites_run.txt"  # if the sites keep the clients' states
+EXPORTED = "exported.txt"
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")
 HISTORY, HISTORY_HEADER = "history.csv", ("round", "when", "version", "option", "before", "after")
 #: bytes of a round's states, of which one round is kept by default and not three

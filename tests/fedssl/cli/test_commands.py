@@ -16,14 +16,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file
 
+from fedssl.engines import rounds
 from fedssl.engines.in_process import run
 from fedssl.errors import installed_distribution
 from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.creation import alone_in
 from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, tiny_values
 from tests.fedssl.engines.short_runs import everything
 from tests.fedssl.forked_command import start_command
@@ -110,6 +114,24 @@ def test_a_run_exports_its_encoder_or_says_before_it_trains_that_it_cannot(fedss
     code, _, err = fedssl("run", "tiny.yaml", "partition={name: iid, clients: 1}", "--encoder", "new")
     assert code == 0, err
     assert (tmp_path / "new" / "load.py").is_file()
+
+
+@pytest.mark.parametrize("choice", ["evaluation.patience=1", "evaluation.keep_best=true"])
+def test_a_run_exports_the_best_round_where_one_is_kept(choice, fedssl, tiny_file, tmp_path, monkeypatch):
+    found = [9.0, 8.0, 2.0, 2.0]
+    measures = lambda federation, model, number: ({"view_retrieval": found[number]}, torch.ones(1))  # noqa: E731
+    monkeypatch.setattr(rounds, "evaluate_after", measures)
+    shared = ["local_update=replace", "aggregators=[weighted_mean]"]
+    chosen = ["rounds=3", "evaluation.every=1", choice]
+    for name, words in (("kept", chosen), ("one round", ["rounds=1"])):
+        code, out, err = fedssl("run", "tiny.yaml", *shared, *words, "--output", f"run {name}", "--encoder", name)
+        assert code == 0, err
+        assert out.endswith(f"fedssl embed {shlex.quote(name)} my_images --output features.npz\n")
+    assert read_run(tmp_path / "run kept").last_round == (2 if "patience" in choice else 3)
+    kept, one_round = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "one round"))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in one_round.items())
+    reported = fedssl("report", "run kept", "--no-collapse", "--no-images")[1]
+    assert reported.endswith(f"fedssl embed {shlex.quote(str(tmp_path / 'kept'))} my_images --output features.npz\n")
 
 
 def test_doctor_version_and_partition(fedssl, tmp_path):
