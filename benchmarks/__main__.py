@@ -50,9 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         for operator in options.operators or OPERATORS:
             entry = _measure(operator, settings, options.skip_large, start + options.seconds)
             failed |= any(case["rows"][0]["status"] != "ok" for case in entry["cases"])
-            results = write.merge(folder, operator, entry)
+            write.merge(folder, operator, entry)
             if settings.device == "cpu" and not (options.no_page or settings.quick):
-                write.update_speed_page(results, folder, write.SPEED_PAGE)
+                write.update_speed_page(folder, write.SPEED_PAGE)
     except KeyboardInterrupt:
         print(f"interrupted: {operator} was not written", file=sys.stderr)
         return 130

@@ -75,25 +75,24 @@ def default_folder(settings: Settings) -> Path:
     return ROOT / "benchmarks" / "results" / kind / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 
-def merge(folder: Path, operator: str, entry: dict[str, Any]) -> Results:
-    """Puts one operator's figures into the folder's files, the others stay. -> all of them."""
+def merge(folder: Path, operator: str, entry: dict[str, Any]) -> None:
+    """Puts one operator's figures into the folder's files, the others stay."""
     path = folder / "results.json"
     results: Results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     results[operator] = entry
     folder.mkdir(parents=True, exist_ok=True)
     replace(path, json.dumps(results, indent=1) + "\n")
     replace(folder / "results.md", tables(results))
-    return results
 
 
-def update_speed_page(results: Results, folder: Path, page: Path) -> None:
-    """Writes the short table between the two marks of the page."""
+def update_speed_page(folder: Path, page: Path) -> None:
+    """Writes the short tables of this folder and those beside it between the two marks of the page."""
     text = page.read_text(encoding="utf-8")
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
         raise ValueError(f"{page} must hold {START} and, after it, {END}")
-    replace(page, f"{before}{START}\n{short_table(results, folder)}{END}{after}")
+    replace(page, f"{before}{START}\n{short_tables(folder.parent)}{END}{after}")
 
 
 def tables(results: Results) -> str:
@@ -170,8 +169,24 @@ def _line(row: dict[str, Any], case: dict[str, Any]) -> dict[str, str]:
     return line
 
 
-def short_table(results: Results, folder: Path) -> str:
-    """The table of docs/speed.md: ours, the best peer and the floor."""
+def short_tables(parent: Path) -> str:
+    """The tables of docs/speed.md, one for each machine: those of a processor's name differ in their torch."""
+    texts = []
+    for file in sorted(parent.glob("*/results.json")):
+        of_machine: dict[str, Results] = {}
+        for operator, entry in json.loads(file.read_text(encoding="utf-8")).items():
+            of_machine.setdefault(_machine(entry["environment"]), {})[operator] = entry
+        for name, results in of_machine.items():
+            texts.append(f"## {name}\n\n{_short_table(results)}\n\n{_conditions(results)} {_link(file.parent)}\n")
+    return "\n".join(texts)
+
+
+def _machine(about: dict[str, Any]) -> str:
+    return f"{about['processor']} ({about['instruction_set']}), torch {about['torch'].partition('+')[0]}"
+
+
+def _short_table(results: Results) -> str:
+    """Ours, the best peer and the floor."""
     lines = []
     for operator, entry in results.items():
         for case in entry["cases"]:
@@ -194,19 +209,16 @@ def short_table(results: Results, folder: Path) -> str:
                 ]
             )
     head = ["operator", "size", "ours, ms", "best peer, ms", "ratio", "to the floor", "extra MiB", "of the peer"]
-    return f"{table(head, lines)}\n\n{_conditions(results)} {_link(folder)}\n"
+    return table(head, lines)
 
 
 def _conditions(results: Results) -> str:
     abouts = [entry["environment"] for entry in results.values()]
 
-    def all_of(*fields: str) -> str:
-        return " / ".join(dict.fromkeys(" ".join(str(about[field]) for field in fields) for about in abouts))
+    def all_of(field: str) -> str:
+        return " / ".join(dict.fromkeys(str(about[field]) for about in abouts))
 
-    return (
-        f"{all_of('processor')} ({all_of('instruction_set')}), {all_of('threads')} threads, torch {all_of('torch')}; "
-        f"medians of {all_of('repeats')} repeats."
-    )
+    return f"{all_of('threads')} threads, torch {all_of('torch')}; medians of {all_of('repeats')} repeats."
 
 
 def _link(folder: Path) -> str:
