@@ -145,7 +145,8 @@ def _within(recipe: Recipe, minutes: float, began: float) -> Recipe:
     if recipe.engine != "in-process":
         raise UserError(f"--minutes is for engine in-process, got engine {recipe.engine}: give rounds=N")
     timed = recipe_within(recipe, minutes, began)
-    print_text(f"{minutes:g} minutes hold {timed.rounds} rounds on this machine, by steps that were timed.")
+    rounds = f"{timed.rounds} round{'s' * (timed.rounds > 1)}"
+    print_text(f"{minutes:g} minutes hold {rounds} on this machine, by steps that were timed.")
     return timed
 
 

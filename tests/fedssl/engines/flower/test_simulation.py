@@ -11,15 +11,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from safetensors.torch import save_file
 
 from fedssl.engines import engine_of
 from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe
 from fedssl.run_folder.directory import RunDirectory
-from tests.fedssl.conftest import METHODS
+from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.engines.flower.deployment import MARK, PATIENCE, kill_marked, marked, poll, with_package
 from tests.fedssl.engines.short_runs import results
+from tests.fedssl.models.test_weights import drawn
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install .[flower]")
 SIMULATED = {"engine": "flower-simulation", "flower": {"cpus": 2, "object_store_megabytes": 100}}
@@ -65,10 +67,16 @@ main()
 
 
 @pytest.mark.nightly  # a run that was interrupted is compared below
-def test_of_images_in_a_file_the_run_is_the_same_bit_for_bit(finished, noisy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("of", ["images in a file", "a part that trains"])
+def test_the_run_is_the_same_bit_for_bit(of, finished, noisy, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = {"name": "images", "path": str(write_two_classes(tmp_path / "images")), "image_size": 8, "memory_limit": 0}
-    own = {"data": data, "partition": {"name": "iid", "clients": 3}}
+    if of == "a part that trains":
+        save_file(drawn("small_convnet").state_dict(), tmp_path / "weights.safetensors")
+        own = AVERAGED | {"model": {"weights": str(tmp_path / "weights.safetensors"), "train": "last:1"}}
+    else:
+        folder = str(write_two_classes(tmp_path / "images"))
+        data = {"name": "images", "path": folder, "image_size": 8, "memory_limit": 0}
+        own = {"data": data, "partition": {"name": "iid", "clients": 3}}
     recipe = noisy(**own, **SIMULATED)
     engine_of(recipe).run(recipe, tmp_path / "simulated")
     assert results(finished(noisy(**own))) == results(tmp_path / "simulated")
