@@ -224,7 +224,8 @@ def run_table(
     except KeyboardInterrupt:
         console.print("\nStopped. Finished cells and rounds are kept; the same command continues.")
         raise Exit(130) from None
-    print_next("report", next((file.parent for file in sorted(path.rglob("recipe.yaml"))), path))
+    runs = sorted(path.rglob("recipe.yaml"), key=lambda file: (path / "trials" in file.parents, file))  # winners first
+    print_next("report", runs[0].parent if runs else path)
 
 
 def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:

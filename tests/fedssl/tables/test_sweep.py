@@ -39,18 +39,17 @@ def write(folder: Path, sweep: dict[str, Any], **changes: Any) -> Path:
 
 
 def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(fedssl, tmp_path):  # noqa: F811
-    lines: list[str] = []
     own = {"other": {"evaluation.images": [40]}}
     diverging = {"training.learning_rate": [1e-3, 1e30]}
     judged = {"seeds": [1, 2], "method": "one", "verdict": "comparison", "baselines": ["other"]}
     file = write(tmp_path, {"own_ranges": own, "ranges": diverging, "draw": "grid"}, **judged)
-    table = load_table(file)
     code, out, _ = fedssl("sweep", str(file), "--output", "out", "--part", "1", "2")  # as a task of an array does
     assert code == 0
     assert "swept-trials: 2 runs, 0 of them finished already" in out
     assert not (tmp_path / "out" / "winners").exists()
     assert not (tmp_path / "out" / "trials" / "table.md").exists()
-    run_sweep(table, tmp_path / "out", [], 1, lines.append)
+    out = fedssl("sweep", str(file), "--output", "out")[1]
+    assert out.endswith("Next: fedssl report out/winners/one/seed-1\n")
 
     for row in ("one", "other"):
         trials = [read_run(tmp_path / "out" / "trials" / f"{row}-{number}" / "seed-0") for number in range(2)]
@@ -60,8 +59,8 @@ def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(fedssl, 
         assert winner["training"]["learning_rate"] == 1e-3
         assert winner["data"]["validation_fraction"] == 0
         assert winner["evaluation"]["images"] == (40 if row == "other" else None)
-    assert any("one 1, seed 0: " in line and "a trial that failed is not chosen" in line for line in lines)
-    assert any(line.startswith("\nother: trial 0 is the best of 1, knn ") for line in lines)
+    assert any("one 1, seed 0: " in line and "a trial that failed is not chosen" in line for line in out.splitlines())
+    assert any(line.startswith("other: trial 0 is the best of 1, knn ") for line in out.splitlines())
     page = (tmp_path / "out" / "winners" / "table.md").read_text()
     assert re.search(r"kNN accuracy \(2 seeds\): one with \S+ ± \S+ is tied with other", page)  # a tie by construction
 
