@@ -8,7 +8,7 @@ import logging
 import re
 import warnings
 import zipfile
-from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
-from torch.serialization import safe_globals
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ..errors import UserError, explained
 from ..options import Options
@@ -138,34 +138,31 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
 
 
 def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Encoder:
-    """Return `_frozen_encoder` of a source that an option of another part names; its messages begin with the option."""
-    try:
-        return _frozen_encoder(source, *image_shape)
-    except UserError as error:
-        raise UserError(f"{option}: {str(error).removeprefix('model.weights: ')}") from error
-
-
-def _frozen_encoder(source: str, channels: int, height: int, width: int) -> Encoder:
     """Return an encoder with its weights for images [C, H, W], without gradients, in evaluation mode on the CPU.
 
     Raises:
-        UserError: `source` is no folder of `fedssl export` or timm:NAME, or takes no such images.
+        UserError: `source` is no folder of `fedssl export` or timm:NAME, or takes no such images. The message begins
+            with `option`, which names the source.
     """
-    if not source.startswith(_TIMM) and not Path(source).exists():
-        raise UserError(f"there is no folder {source}: expected a folder of fedssl export, or timm:NAME")
-    weights, architecture = _read(source), _architecture_of(source)
-    if architecture is None:
-        raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export, or timm:NAME")
-    trained_on = [] if source.startswith(_TIMM) else (_config_of(source) or {}).get("image_shape")
-    if trained_on and trained_on[1:] != [height, width]:
-        raise UserError(
-            f"{source} is an encoder of images [channels, height, width] {trained_on}, got "
-            f"{[channels, height, width]}: set data.image_size, or name an encoder of this size"
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
-        encoder = build_encoder(architecture, channels, width, height, _stem_of(source))
-    load_weights(encoder, weights, architecture, source)
+    channels, *sides = image_shape
+    try:
+        if not source.startswith(_TIMM) and not Path(source).exists():
+            raise UserError(f"there is no folder {source}: expected a folder of fedssl export, or timm:NAME")
+        weights, architecture = _read(source), _architecture_of(source)
+        if architecture is None:
+            raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export or timm:NAME")
+        trained_on = [] if source.startswith(_TIMM) else (_config_of(source) or {}).get("image_shape")
+        if trained_on and trained_on[1:] != sides:
+            raise UserError(
+                f"{source} is an encoder of images [channels, height, width] {trained_on}, got {[*image_shape]}: set "
+                "data.image_size, or name an encoder of this size"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
+            encoder = build_encoder(architecture, channels, sides[1], sides[0], _stem_of(source))
+        load_weights(encoder, weights, architecture, source)
+    except UserError as error:
+        raise UserError(f"{option}: {str(error).removeprefix('model.weights: ')}") from error
     return encoder.requires_grad_(False).eval()
 
 
@@ -222,7 +219,7 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
             how = f"averaged over the colours, as the images have {channels} channels"
         notes.append(f"the first convolution's weights are {how}")
     stem, own_stem = ({n: t for n, t in state.items() if n.startswith("conv1.")} for state in (given, own))
-    if has_small_image_stem(encoder) and stem and _shapes(stem) != _shapes(own_stem):
+    if has_small_image_stem(encoder) and stem and _misfits(own_stem, stem):
         given = {name: tensor for name, tensor in given.items() if name not in stem} | own_stem
         shapes = ", ".join(f"{name} {list(weights[name].shape)}" for name in stem if weights[name].dim() == 4)
         notes.append(f"the 3x3 stem for small images starts at random, as the weights have another stem ({shapes})")
@@ -255,10 +252,6 @@ def _prefix_of(encoder: nn.Module, weights: Weights, architecture: str, source: 
 
 def _below(weights: Weights, prefix: str) -> Weights:
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-
-
-def _shapes(weights: Weights) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in weights.items()}
 
 
 def _misfits(own: Weights, given: Weights) -> list[str]:
@@ -348,19 +341,38 @@ def _read(source: str) -> Weights:
     from timm.models import load_state_dict
 
     most = max(path.stat().st_size, _SMALLEST_LIMIT)  # torch.save compresses nothing
-    if zipfile.is_zipfile(path):
+    if is_archive := zipfile.is_zipfile(path):
         damaged = f"model.weights: {path} is a damaged archive"
         with explained(damaged, "; copy or write it again"), zipfile.ZipFile(path) as archive:
             _require_at_most(most, sum(entry.file_size for entry in archive.infolist()), path)
     advice = "; expected tensors by name, written by safetensors or torch.save. Files that hold code are never run"
-    # the arguments of the program are in many a checkpoint
-    with explained(f"model.weights: {path} cannot be read as weights", advice), safe_globals([Namespace]):
-        state = load_state_dict(str(path), weights_only=True)
-    if isinstance(state, dict):  # a tensor may repeat a few stored values without end
-        state = _flat(state) if not all(isinstance(value, Tensor) for value in state.values()) else state
-        size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-        _require_at_most(_TIMES_STORED * most, size, path)
-    return _tensors_of(state, path)
+    with explained(f"model.weights: {path} cannot be read as weights", advice):
+        others = get_unsafe_globals_in_checkpoint(str(path)) if is_archive else ["argparse.Namespace"]
+        kinds = [_LeftOutTuple if name.startswith(("numpy.", "functools.")) else _LeftOut for name in others]
+        with safe_globals([*zip(kinds, others, strict=True)]):
+            state = load_state_dict(str(path), weights_only=True)
+    tensors = _flat(state) if isinstance(state, dict) else {}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    _require_at_most(_TIMES_STORED * most, size, path)  # a tensor may repeat a few stored values without end
+    return _tensors_of(tensors, path)
+
+
+class _LeftOut:
+    """Stand for what a file holds beside tensors, such as settings: nothing that the file names is run."""
+
+    def __new__(cls, *arguments: object) -> OrderedDict[Any, Any]:  # type: ignore[misc]
+        """Return what torch lets a file fill with anything."""
+        return OrderedDict()
+
+
+class _LeftOutTuple:
+    """Stand for what is filled from a tuple: NumPy's numbers and arrays, and functions with arguments."""
+
+    def __init__(self, *arguments: object):
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
 
 
 def _flat(state: dict[Any, Any], prefix: str = "") -> Weights:
@@ -382,11 +394,11 @@ def _require_at_most(most: int, size: int, path: Path) -> None:
         )
 
 
-def _tensors_of(state: Any, source: object) -> Weights:
-    if not isinstance(state, dict) or not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise UserError(f"model.weights: {source} holds no weights; expected a mapping from names to tensors")
+def _tensors_of(state: Weights, source: object) -> Weights:
+    if not state:
+        raise UserError(f"model.weights: {source} holds no weights; expected tensors by name, as of a state_dict()")
     # Copies in torch's own memory: see storage.read_message.
-    return {str(name): tensor.detach().clone().contiguous() for name, tensor in state.items()}
+    return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 
 
 def _from_timm(name: str) -> Weights:

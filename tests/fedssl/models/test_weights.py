@@ -6,7 +6,10 @@ import re
 import shutil
 import warnings
 import zipfile
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -98,6 +101,19 @@ def test_the_forms_of_a_file(tmp_path):
         assert digest(read(tmp_path / name)) == digest(state)
 
 
+class Evil:
+    def __reduce__(self):
+        return print, ("code was run",)
+
+
+class Settings(dict):
+    """Settings of a library that is not here, as those of omegaconf and yacs."""
+
+    def __init__(self, **values):
+        super().__init__(values)
+        self.frozen = True
+
+
 def others_form(name, state):
     """The encoder's tensors as the code of a paper stores them, with others beside them."""
     head = {"fc.0.weight": torch.ones(2, 2), "fc.2.bias": torch.ones(2)}
@@ -108,7 +124,13 @@ def others_form(name, state):
     noise = {key: tensor + 1 for key, tensor in state.items()}
     return {
         "solo-learn": {"state_dict": under("backbone.", state) | under("classifier.", head), "epoch": 3},
-        "Lightning": {"state_dict": under("model.", state), "optimizer_states": [{"state": {0: torch.ones(2)}}]},
+        "Lightning": {
+            "state_dict": under("model.", state),
+            "optimizer_states": [{"state": {0: torch.ones(2)}}],
+            "hyper_parameters": Settings(root=Path("data"), rate=np.float64(0.1), layer=partial(torch.nn.GELU)),
+            "rng": np.zeros(3),
+            "harm": Evil(),
+        },
         "MAE": {"model": under("encoder.", state) | under("decoder.", head)},
         "nested": {"epoch": 3, "network": {"trunk": dict(state), "head": head}},
         "DINO": {
@@ -122,7 +144,7 @@ def others_form(name, state):
 
 
 @pytest.mark.parametrize("name", ["solo-learn", "Lightning", "MAE", "nested"])
-def test_the_prefix_under_which_all_of_the_encoders_names_lie_is_found_and_said(name, tmp_path):
+def test_the_prefix_under_which_all_of_the_encoders_names_lie_is_found_and_said(name, tmp_path, capsys):
     state, encoder = drawn("small_convnet").state_dict(), build_encoder("small_convnet", 1, 8)
     torch.save(others_form(name, state), tmp_path / "a.pt")
     with pytest.warns(UserWarning, match="the encoder's weights are those whose names begin with") as caught:
@@ -130,6 +152,7 @@ def test_the_prefix_under_which_all_of_the_encoders_names_lie_is_found_and_said(
     prefix = {"solo-learn": "backbone", "Lightning": "model", "MAE": "encoder", "nested": "network.trunk"}[name]
     assert f"begin with {prefix}." in str(caught[0].message)
     assert same(encoder.state_dict(), state)
+    assert "code was run" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -172,11 +195,6 @@ def test_layers_that_the_encoder_lacks_are_no_head_that_is_left_out():
         )
 
 
-class Evil:
-    def __reduce__(self):
-        return print, ("code was run",)
-
-
 def test_what_is_no_weights_is_refused_and_code_in_a_file_never_run(tmp_path, capsys):
     (tmp_path / "evil.pt").write_bytes(pickle.dumps({"weight": Evil()}))
     torch.save({"weight": Evil()}, tmp_path / "evil2.pt")
@@ -185,10 +203,10 @@ def test_what_is_no_weights_is_refused_and_code_in_a_file_never_run(tmp_path, ca
     torch.save({"epoch": 3}, tmp_path / "numbers.pt")
     for name, says in {
         "evil.pt": r"evil\.pt cannot be read as weights",
-        "evil2.pt": r"evil2\.pt cannot be read as weights",
+        "evil2.pt": r"evil2\.pt holds no weights",
         "noise.safetensors": r"noise\.safetensors cannot be read as weights",
         "list.pt": r"list\.pt",
-        "numbers.pt": "holds no weights; expected a mapping from names to tensors",
+        "numbers.pt": "holds no weights; expected tensors by name",
         "nothing.pt": "there is no file",
     }.items():
         with pytest.raises(UserError, match=says):
