@@ -82,7 +82,7 @@ def encoder_of_run(
         entries: Mapping[str, Tensor] = directory.server_state().tensors
         number, architecture = checkpoint.round, recipe.architecture_of(0)
     else:
-        last = directory.client_round(int(owner))
+        last = directory.client_rounds.get(int(owner))
         if last is None:
             raise UserError(f"client {owner} has not taken part in any round of {path}, so it has no trained model")
         number, architecture = last, recipe.architecture_of(int(owner))

@@ -179,10 +179,6 @@ class RunDirectory:
             if owner.startswith("client-")
         }
 
-    def client_round(self, index: int) -> int | None:
-        """Return the round of a client's last committed state; None if it has not taken part yet."""
-        return self.client_rounds.get(index)
-
     def client_rounds_kept(self, index: int) -> list[int]:
         """Return the rounds of a client's states to which the run may return, its last one among them."""
         owner = _client_owner(index)
@@ -313,11 +309,13 @@ class RunDirectory:
         decides: a kill before it leaves the old files, and after it `finish_replacing` takes the new.
         """
         checkpoint = self.checkpoint if go_back_to is None else self._checkpoint_of(go_back_to)
+        for name in checkpoint.lengths:  # it will be added to these: a link is refused before anything changes
+            with written_in_place(self.path / name):
+                pass
         for name, text in files.items():
             write_atomically(self.path / _REPLACED[name], text.encode())
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-        changed = {"finished": False, "digests": checkpoint.digests | digests}
-        self.checkpoint = checkpoint.model_copy(update=changed)
+        self.checkpoint = checkpoint.model_copy(update={"finished": False, "digests": checkpoint.digests | digests})
         write_manifest(self.path, self.checkpoint)
         self.finish_replacing()
 

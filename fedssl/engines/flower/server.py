@@ -169,7 +169,7 @@ class FlowerClients:
             yield k, evaluations[k].measures, spectrum
 
     def _task(self, client: int, number: int, evaluate: bool) -> ConfigRecord:
-        start = self._directory.client_round(client)
+        start = self._directory.client_rounds.get(client)
         task: dict[str, Any] = {"run": self._connected.run, "client": client, "round": number}
         task |= {"start": -1 if start is None else start, "evaluate": evaluate, "seconds": self._options.round_seconds}
         if kept := self._directory.client_rounds_kept(client):
@@ -252,9 +252,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
         with ExitStack() as stack:
             progress = stack.enter_context(ProgressBars(Console(width=160)))
             connected = None
-            if path.exists():
-                RunDirectory.open(path)  # raises where it is not a run's folder
-            else:  # a run that no site takes part in leaves no folder
+            if not path.exists():  # a run that no site takes part in leaves no folder
                 connected = _connect(grid, federation, progress, secrets.token_hex(8))
                 RunDirectory.create(path, first_files(federation) | _files_of_sites(federation, connected))
             stack.enter_context(alone_in(path))

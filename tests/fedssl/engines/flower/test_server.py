@@ -238,7 +238,7 @@ def test_an_answer_that_is_missing_or_broken_is_named_and_does_not_count(quick, 
         assert [len(metric(tmp_path / "b", kind, number)) for kind in ("refused", "missing")] == kinds
         assert metric(tmp_path / "b", "answers", number) == {"global": 2.0}
         assert metric(tmp_path / "b", "bytes_up", number).keys() == {"0", "2"}
-    assert [directory.client_round(k) for k in range(3)] == [recipe.rounds, 1, recipe.rounds]
+    assert [directory.client_rounds.get(k) for k in range(3)] == [recipe.rounds, 1, recipe.rounds]
     # what it trained in those rounds is undone, for the server does not have it
     starts = {(task["client"], task["round"]): task["start"] for task in grid.tasks if "start" in task}
     assert [starts[1, number] for number in range(2, recipe.rounds + 1)] == [1] * len(faults)
@@ -306,7 +306,7 @@ def test_the_round_goes_on_as_if_no_answer_had_come(method, place, taken, quick,
     without, grid = start(recipe, tmp_path / "without")
     run_on(recipe, without, grid, FaultsByRound(grid, {number: silent(11 + client)}))
     assert_same(directory.server_state(), without.server_state())
-    assert [directory.client_round(k) for k in range(3)] == [without.client_round(k) for k in range(3)]
+    assert [directory.client_rounds.get(k) for k in range(3)] == [without.client_rounds.get(k) for k in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_an_evaluation_of_another_client_or_of_too_many_measures_does_not_count(
     assert "more than 100" in warnings[1]
     for number in (0, 1):
         assert metric(tmp_path / "run", "knn", number).keys() == {"0", "2", "mean"}
-    assert directory.client_round(CLIENT) == 1  # its training counts
+    assert directory.client_rounds.get(CLIENT) == 1  # its training counts
 
 
 def test_under_secure_aggregation_it_is_in_no_sum(quick, tmp_path):
@@ -373,7 +373,7 @@ def test_under_secure_aggregation_it_is_in_no_sum(quick, tmp_path):
     # it is left out before masks are agreed on, so the others' sum stands
     assert [warning.partition(": client")[0] for warning in warnings] == ["round 2"]
     assert metric(tmp_path / "run", "missing", 2) == {str(CLIENT): 1.0}
-    assert [directory.client_round(k) for k in range(4)] == [2, 1, 2, 2]
+    assert [directory.client_rounds.get(k) for k in range(4)] == [2, 1, 2, 2]
 
 
 # The apps
