@@ -398,7 +398,7 @@ def embed(
         Literal["auto", "cpu", "cuda"], Option(help="Where to compute; auto is CUDA where there is a device.")
     ] = "auto",
     patches: Annotated[
-        bool, Option("--patches", help="Write the features of each patch, [n, H', W', d], before they are pooled.")
+        bool, Option("--patches", help="Write the features of each patch before they are pooled: n x H' x W' x d.")
     ] = False,
     window: Annotated[
         str | None,

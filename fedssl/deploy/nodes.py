@@ -58,9 +58,8 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
         files = {"--ssl-ca-certfile": "ca.crt", "--ssl-certfile": "server.crt", "--ssl-keyfile": "server.key"}
         for option, name in files.items():
             command += [option, str(_existing(folder / name, "TLS needs it, and docs/deploy.md says how to make it"))]
-        database = folder / "superlink.db"  # also holds the registered keys
-        if database.exists():
-            require_own(database)
+        if (folder / "superlink.db").exists():  # it also holds the registered keys
+            require_own(folder / "superlink.db")
         require_server(folder / "server.crt", folder / "server.key", folder / "ca.crt", host)
         command += ["--enable-supernode-auth"]
         environment[VARIABLE] = str(folder.absolute() / SITES / MANIFEST)

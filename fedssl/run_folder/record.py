@@ -9,7 +9,6 @@ run.overall("loss")                  # {1: 3.1, 2: 2.7, ...}
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +122,7 @@ def read_run(path: str | Path) -> Run:
         values = {(number, who, metric): value for number, who, metric, value in directory.read_metrics()}
         partition = read_csv(path / "partition.csv")
         class_names = [name for name in partition[0] if name != "client"] if partition else []
-        class_counts = [[_count(row[name]) for name in class_names] for row in partition]
+        class_counts = [[int(_from_zero(row[name], "partition.csv")) for name in class_names] for row in partition]
         seconds = sum(_from_zero(row["seconds"], "timings.csv") for row in read_csv(path / "timings.csv"))
         history = read_csv(path / HISTORY)
         refused = directory.read_refused()
@@ -149,15 +148,8 @@ def _check_recipe(recipe: Any) -> None:
         raise ValueError("recipe.yaml: `architectures` must be a list")
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if not 0 <= count < 2**40:
-        raise ValueError(f"partition.csv: {text[:40]!r} is no number of images")
-    return count
-
-
 def _from_zero(text: str, file: str) -> float:
     value = float(text)
-    if not 0 <= value < math.inf:
+    if not 0 <= value < 2**40:
         raise ValueError(f"{file}: {text[:40]!r} is no number from 0")
     return value
