@@ -29,7 +29,11 @@ from fedssl.recipe.reading import load_recipe
 FOLDER = ROOT / "benchmarks" / "results" / "one_bad_site"
 BAD, SITES, HONEST = 4, range(5), range(4)
 SEEDS = (0, 1, 2)
-RECIPES = ("fedbyol", "fedu2", "l_dawa", "fedca", "fedx", "fedema", "lw_fedssl", "hetero_ssfl")
+TRIMMED = "_trimmed_mean"  # behind a recipe whose weights are joined by it
+RECIPES = (
+    *("fedbyol", "fedu2", "l_dawa", "fedca", "fedx", "fedema", f"fedema{TRIMMED}", "lw_fedssl"),
+    *("orchestra", "hetero_ssfl"),
+)
 OVERRIDES = (
     *("preset=none", "rounds=10", "device=cpu", "architectures=[small_convnet]", "augmentation={flip: 0}"),
     "data={name: digits, train_limit: 400, test_limit: 700, public_holdout: 100}",
@@ -40,6 +44,11 @@ HEADS = ("objective.output_features=32", "objective.hidden_features=64")
 MORE = {
     "fedca": (*HEADS, "aggregators.2.epochs=5"),
     "fedx": (),
+    f"fedema{TRIMMED}": (*HEADS, "aggregators=[trimmed_mean]"),
+    "orchestra": (
+        "objective={name: orchestra, clusters: 16, memory: 64, features: 32}",
+        "aggregators=[weighted_mean, {name: orchestra_clusters, local_clusters: 8}]",
+    ),
     "lw_fedssl": (*HEADS, "schedule={name: layer_wise, layers_per_stage: 2, rounds_per_stage: 5}"),
 }
 #: what a tensor of an answer becomes, from its name, its value and the server's
@@ -135,7 +144,8 @@ def _keep(kept: dict[int, Message], server: Message, reply: Message, number: int
 def measure(name: str) -> dict[str, dict[str, Any]]:
     """All runs of a recipe by name: `five 0` is that of five honest sites with seed 0."""
     overrides = [*OVERRIDES, *MORE.get(name, HEADS)]
-    federations = {s: build_federation(load_recipe(name, [*overrides, f"seed={s}"])) for s in SEEDS}
+    recipe = name.removesuffix(TRIMMED)
+    federations = {s: build_federation(load_recipe(recipe, [*overrides, f"seed={s}"])) for s in SEEDS}
     others: dict[int, Message] = {}
     runs = {}
     for seed, federation in federations.items():
