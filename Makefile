@@ -11,7 +11,7 @@ ifneq ($(words $(VENV)),1)
 $(error VENV is "$(VENV)": give a path without spaces, for example VENV=.venv)
 endif
 
-end_to_end := $(addprefix tests/fedssl/engines/flower/test_,simulation.py deployment.py)
+end_to_end := tests/fedssl/engines/flower/test_deployment.py
 python := "$(VENV)/bin/python"
 installed := $(VENV)/.installed
 count := import os; print(min(4, (os.cpu_count() or 1) + 1))
@@ -49,7 +49,7 @@ demo: $(installed)
 # One thread a process: the processes share the cores. A file's tests stay together, as they share what is compiled.
 # Files are started in the order of tests/conftest.py, the longest first, and not by their number of tests. There is one
 # process more than processors, up to four, as many tests wait for processes of their own.
-# The end-to-end tests start processes of their own, Ray's and Flower's, and wait for them most of the time: they run
+# The end-to-end tests start processes of Flower's, and wait for them most of the time: they run
 # beside the others, one after another. So does mypy, which has one thread. What they print comes last. Where Flower is
 # missing there are none of them, and pytest ends with 5.
 # Compiled with warnings as errors; FEDKERNELS_WERROR=0 in the environment takes them as warnings.

@@ -3,7 +3,7 @@
     python -m tests.goldens before.json
     python -m tests.goldens after.json --against before.json
 
-runs every shipped recipe on a few digits, kills and resumes one, uses worker processes, worker ranks, Ray, a table, an
+runs every shipped recipe on a few digits, kills and resumes one, uses worker processes, Flower, a table, an
 export, features, an evaluation, a report, a Flower app and a consortium's folders, and digests each file, `show` of all
 recipes, every `--help` and the signature of every public name. Digests hold for one machine and one set of libraries.
 Times, ports, keys and process numbers are left out. The second command exits with 1 and names what differs.
@@ -32,7 +32,7 @@ import yaml
 from tests.fedssl.test_shipped_recipes import PARTS, SMALL
 
 PROGRAM = [sys.executable, "-m", "fedssl"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "SOURCE_DATE_EPOCH": "0", "RAY_ADDRESS": "local"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "SOURCE_DATE_EPOCH": "0"}
 TABLE = {
     "name": "small",
     "description": "Two methods: of this file.",

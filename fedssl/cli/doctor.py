@@ -15,7 +15,7 @@ from ..errors import installed_distribution
 from .console import console, print_next, print_text
 
 REQUIRED = ("torch", "torchvision", "timm", "numpy", "pydantic", "scikit-learn", "safetensors", "matplotlib")
-OPTIONAL = ("onnx", "onnxruntime", "flwr", "ray")
+OPTIONAL = ("onnx", "onnxruntime", "flwr")
 
 
 def doctor(

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from ..run_folder.record import Run
     from .observers import Observer
 
-# Flower and Ray report usage unless these are set when they are imported.
+# Flower reports usage unless these are set when it is imported.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def run(recipe: Recipe, path: str | Path, *, overwrite: bool = False, observers: Iterable[Observer] = ()) -> Run:

@@ -27,8 +27,7 @@ class Observer:
 
     A round is committed before `round_ended` is called, so an observer cannot lose or change it. An exception that a
     method raises stops the run and reaches its caller; a resumed run continues after the last committed round, for
-    which `round_ended` is not called again. Everything is called in one thread of the process that runs the rounds;
-    with engine flower-simulation this is not the main thread.
+    which `round_ended` is not called again. Everything is called in one thread of the process that runs the rounds.
     """
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:

@@ -80,11 +80,11 @@ class ClientWorker:
     from the one that this process has open.
     """
 
-    def __init__(self, federation: Federation, threads: int):
+    def __init__(self, federation: Federation, threads: int, card: int):
         context = _process_context()
         self.connection, theirs = context.Pipe()
         data = federation.recipe.to_yaml(), federation.dataset, dict(federation.downstream)
-        self.process = context.Process(target=_work, args=(theirs, threads, data))
+        self.process = context.Process(target=_work, args=(theirs, threads, card, data))
         try:
             with interrupts_ignored():  # a spawned worker ignores them before it has imported anything
                 self.process.start()
@@ -131,8 +131,8 @@ def started_workers(federation: Federation, count: int) -> Iterator[list[ClientW
     threads = max(1, torch.get_num_threads() // count)
     workers: list[ClientWorker] = []
     try:
-        for _ in range(count):
-            workers.append(ClientWorker(federation, threads))
+        for card in range(count):
+            workers.append(ClientWorker(federation, threads, card))
         yield workers
     finally:
         for worker in workers:
@@ -152,11 +152,13 @@ def _process_context() -> Any:
     return context
 
 
-def _work(pipe: Connection, threads: int, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:
+def _work(pipe: Connection, threads: int, card: int, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:
     """Do tasks and send the outcome of each until the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     torch.set_num_threads(threads)
+    if torch.cuda.is_available():  # the workers take the cards in turn
+        torch.cuda.set_device(card % torch.cuda.device_count())
     trainer: ClientTrainer | None = None
     outcome: tuple[str, Any]
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended

@@ -19,8 +19,7 @@ CHANGEABLE = (
     *("data.path", "data.more_paths", "data.public_path", "data.labels", "data.download", "data.memory_limit"),
     *("data.follow_links", "model.weights"),
     *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds"),
-    *("flower.grace", "flower.epsilon_budget"),
-    *("flower.cpus", "flower.client_cpus", "flower.client_gpus", "flower.object_store_megabytes", "checkpoints"),
+    *("flower.grace", "flower.epsilon_budget", "checkpoints"),
 )
 #: why another option may not, by its first key; all others are what the finished rounds were trained with
 _REASONS = {

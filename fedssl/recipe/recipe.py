@@ -89,7 +89,7 @@ class SecAggPlus(Options):
 
 
 class FlowerOptions(Options):
-    """Flower's waiting times, its privacy methods, and the share of the machine that a simulation uses."""
+    """Flower's waiting times and its privacy methods."""
 
     round_seconds: float = Field(
         3600, gt=0, description="seconds that a round waits for answers; later ones are ignored"
@@ -112,16 +112,6 @@ class FlowerOptions(Options):
     )
     secure_aggregation: SecAggPlus | None = Field(
         None, description="hides each client's weights from the server; null: off (docs/privacy.md)"
-    )
-    cpus: int | None = Field(None, ge=1, description="processor cores of a simulation; all by default")
-    client_cpus: int = Field(
-        1, ge=1, description="cores of each simulated client; cpus / client_cpus clients train at a time"
-    )
-    client_gpus: float = Field(
-        0.0, ge=0, description="CUDA devices of each simulated client; with 0.25 four clients share one"
-    )
-    object_store_megabytes: int | None = Field(
-        None, ge=80, description="Ray's shared memory in a simulation, in MB; Ray's own choice by default"
     )
 
 

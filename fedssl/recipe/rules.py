@@ -171,10 +171,7 @@ def _rules_of_processes(recipe: Recipe) -> Iterator[str]:
             "engine=in-process and clients_parallel=1 (docs/compose_in_python.md)"
         )
     if parallel > 1 and recipe.engine != "in-process":
-        yield (
-            f"clients_parallel={parallel} is for engine in-process, got engine {recipe.engine}: leave it "
-            "out (in a simulation flower.cpus and flower.client_cpus say how many clients train at a time)"
-        )
+        yield (f"clients_parallel={parallel} is for engine in-process, got engine {recipe.engine}: leave it out")
 
 
 def _rules_of_data(recipe: Recipe) -> Iterator[str]:

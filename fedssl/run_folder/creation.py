@@ -27,7 +27,7 @@ STATE_FILE = r"(server|client-[0-9]{4,})\.round-[0-9]{5,}\.safetensors"
 _StateFile = Annotated[str, Field(pattern=f"^{STATE_FILE}$")]
 #: how the names of `process_folder` begin; they are hidden, so that no folder of a user's own is taken for one
 _PROCESS_FOLDER = ".fedssl-"
-_LONGEST_PLACE = 20  # characters: the names of Ray's sockets below it may have 107 in all
+_LONGEST_PLACE = 60  # characters: the name of a socket below it may have 107 in all
 _Log = Annotated[str, Field(pattern=r"^[a-z]+\.csv$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # a SHA-256
 

@@ -24,7 +24,7 @@ from fedkernels import __version__
 
 from ...data.files import listed
 from ...errors import SendableError, UserError
-from ...federation import Federation, build_federation
+from ...federation import Federation
 from ...messages import Message
 from ...recipe.reading import load_recipe
 from ...untrusted import printable
@@ -37,7 +37,6 @@ from .site import SiteStates, add_evaluation, site_federation
 from .site_options import load_site
 from .wire import from_records, to_records
 
-_SILENT: Callable[[str], None] = lambda text: None  # noqa: E731 - of many simulated clients in one terminal
 #: what tensors are, by the first part of their names
 _KINDS = {
     "online": "weights",
@@ -63,19 +62,20 @@ class Site:
     log: Callable[[str], None]
 
 
-def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
-    """Return the ClientApp. A node's config names the site's file as `site`; Flower numbers simulated nodes.
+def make_client_app(recipe_file: Path, simulated: Callable[[Mapping[str, Any]], Site] | None = None) -> ClientApp:
+    """Return the ClientApp. A node's config names the site's file as `site`.
 
-    In a simulation `recipe_file` is that of the run's folder, which also keeps the clients' states.
+    In a simulation `simulated` returns a site by its node's config, and `recipe_file` is that of the run's folder.
     """
     app = ClientApp()
-    make_site, log = (_simulated_site, _SILENT) if simulated else (_site_from_file, _print_line)
+    log = (lambda text: None) if simulated else _print_line
 
     def answer(work: Callable[..., RecordDict], message: FlowerMessage, context: Context) -> FlowerMessage:
         task: Any = message.content["task"]
 
         def do_work() -> RecordDict:
-            site = make_site(str(recipe_file), tuple(sorted(context.node_config.items())))
+            config = context.node_config
+            site = simulated(config) if simulated else _site_from_file(recipe_file, config)
             return work(site, task, message.content)
 
         try:
@@ -100,16 +100,8 @@ def make_client_app(recipe_file: Path, simulated: bool = False) -> ClientApp:
     return app
 
 
-@functools.lru_cache(maxsize=8)  # of a simulated client's process, which serves several clients and rounds
-def _simulated_site(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
-    client = int(dict(node_config)["partition-id"])
-    states = SiteStates(Path(recipe_file).parent / "checkpoints", client, prune=False)
-    federation = build_federation(load_recipe(recipe_file, trust=True))
-    return Site(federation, client, lambda run: states, _SILENT)
-
-
-def _site_from_file(recipe_file: str, node_config: tuple[tuple[str, Any], ...]) -> Site:
-    path = dict(node_config).get("site")
+def _site_from_file(recipe_file: Path, node_config: Mapping[str, Any]) -> Site:
+    path = node_config.get("site")
     if not path:
         raise UserError(
             "the node's config names no site file: start the node with fedssl supernode SITE.yaml, or with "

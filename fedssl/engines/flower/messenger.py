@@ -20,7 +20,6 @@ from flwr.app import Message as FlowerMessage
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import ErrorCode
 from flwr.proto.message_pb2 import PullObjectRequest
-from flwr.serverapp import Grid
 from flwr.supercore.inflatable import inflatable_object as objects
 from google.protobuf.message import DecodeError
 
@@ -49,10 +48,6 @@ class TooLarge(Exception):
 
 class NotWhole(Exception):
     """Some objects of an answer have not arrived at the SuperLink yet."""
-
-
-class Stopped(BaseException):
-    """The simulation was interrupted (Ctrl-C)."""
 
 
 class AnswerSize:
@@ -97,7 +92,7 @@ class ArrivingAnswer:
         self._missing: PullObjectRequest | None = None
         self._arrived: set[str] = set()
 
-    def pull(self, grid: Grid, message_id: str) -> list[FlowerMessage]:
+    def pull(self, grid: Any, message_id: str) -> list[FlowerMessage]:
         """Return the answer, or nothing while it is missing or not whole; raise TooLarge if it is too large.
 
         Flower returns whole answers only. Its grid between machines gets each object by its client's PullObject; there
@@ -167,10 +162,10 @@ class NodeAnswer:
 
 
 class Messenger:
-    """Sends messages to nodes and collects their answers; once `stop` is set, `collect` raises `Stopped`."""
+    """Sends messages to nodes and collects their answers, over Flower's `Grid` or what has its methods."""
 
-    def __init__(self, grid: Grid, stop: threading.Event):
-        self.grid, self._stop = grid, stop
+    def __init__(self, grid: Any):
+        self.grid = grid
         self._arriving: dict[str, ArrivingAnswer] = {}  # by message id
 
     def send(self, kind: str, contents: dict[int, RecordDict], round_number: int, seconds: float) -> dict[str, int]:
@@ -194,8 +189,6 @@ class Messenger:
         """
         began, pauses = time.monotonic(), growing_pauses()
         while waiting:
-            if self._stop.is_set():
-                raise Stopped
             for message_id, node in list(waiting.items()):
                 if (answer := self._pull(message_id, node, largest)) is not None:
                     del waiting[message_id], self._arriving[message_id]

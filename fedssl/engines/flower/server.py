@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from threading import Event
 from typing import Any, TypeVar
 
 from flwr.app import ConfigRecord, Context, RecordDict
@@ -278,7 +277,7 @@ def _connect(grid: Grid, federation: Federation, progress: Observer, run: str) -
     """Wait for the sites before a run's rounds, and tell who is there."""
     clients, seconds = len(federation.client_rows), federation.recipe.flower.connect_seconds
     progress.inform(f"waits up to {seconds:g} s for {clients} sites to connect and to approve the app")
-    connected = ConnectedClients(Messenger(grid, Event()), federation, progress, run)
+    connected = ConnectedClients(Messenger(grid), federation, progress, run)
     connected.require_enough()
     counts = {k: connected.images.get(k, "an unknown number of") for k in sorted(connected.nodes)}
     progress.inform(f"connected: {', '.join(f'client {k} with {count} images' for k, count in counts.items())}")

@@ -1,54 +1,41 @@
-"""Simulate the Flower engine on Ray, on this machine: the same server and clients as in a deployment.
+"""Simulate the Flower engine in this process: the same server, clients and messages as in a deployment.
 
-Ray runs any code that it is sent. So it listens on loopback alone, asks for a token that this process makes, and keeps
-its files and sockets in a folder that is for this user alone.
+The clients answer one after another. What they compute is what `in_process` computes; what is tried here beside it is
+Flower's messages, its differential privacy and its secure aggregation.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
-import signal
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
+from flwr.app import Context, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.clientapp import ClientApp
+from flwr.supercore.task_identity import TaskIdentity
 
-from ...errors import UserError, install_command
+from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...recipe.recipe import Recipe
-from ...run_folder.creation import new_run, process_folder, refuse_existing
+from ...run_folder.creation import new_run, refuse_existing
 from ...run_folder.directory import RunDirectory
 from ..continuing import continue_run
 from ..observers import Observer
 from ..rounds import first_files, run_rounds
-from .client import make_client_app
-from .messenger import Messenger, Stopped
+from .client import Site, make_client_app
+from .messenger import Messenger
 from .privacy import private_federation
 from .registration import ConnectedClients
 from .server import FlowerClients
-
-#: Ray reads these once, when it is imported. The first, made for other systems, confines it to loopback here too.
-_CONFINED = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),
-}
+from .site import SiteStates
 
 
 def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
-    """Run a recipe from its start into a new folder, its clients on Ray; see `in_process.run`."""
-    _require_simulation(recipe)
+    """Run a recipe from its start into a new folder, its clients behind Flower's messages; see `in_process.run`."""
     refuse_existing(path, overwrite)
-    federation = private_federation(build_federation(recipe))
+    federation = _prepared(recipe)
     with new_run(path, first_files(federation), overwrite):
         return _simulate(federation, RunDirectory.open(path), observer or Observer())
 
@@ -65,76 +52,56 @@ def resume(
 
 
 def _prepared(recipe: Recipe) -> Federation:
-    _require_simulation(recipe)
-    return private_federation(build_federation(recipe))
-
-
-def _require_simulation(recipe: Recipe) -> None:
     if recipe.engine == "flower":
         raise UserError(
             "engine flower runs across machines and cannot be started with fedssl run: write its app with "
             "fedssl app RECIPE FOLDER and start it with flwr run FOLDER (docs/deploy.md), or use "
             "engine=flower-simulation on this machine"
         )
-    if "ray" in sys.modules and not _CONFINED.items() <= os.environ.items():
-        raise UserError(
-            "engine flower-simulation confines Ray to this machine and user when it imports it, but this process has "
-            "imported ray already: start the run in a new process (fedssl run does)"
-        )
-    if find_spec("ray") is None:
-        raise UserError(f"engine flower-simulation needs Ray: {install_command('flower')}")
-    os.environ.update(_CONFINED)
+    return private_federation(build_federation(recipe))
 
 
 def _simulate(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:
-    outcome: list[BaseException | None] = []  # of the server app: one entry, None where it went well
-    stop = threading.Event()
-    server_app = ServerApp()
-
-    @server_app.main()
-    def main(grid: Grid, context: Context) -> None:
-        try:
-            connected = ConnectedClients(Messenger(grid, stop), federation, observer, "simulation")
-            connected.require_enough()
-            clients = FlowerClients(connected, federation, directory, observer)
-            run_rounds(federation, directory, observer, clients)
-            outcome.append(None)
-        except BaseException as error:
-            outcome.append(error)
-
-    client_app = make_client_app((directory.path / "recipe.yaml").absolute(), simulated=True)
-    options = federation.recipe.flower
-    ray: dict[str, Any] = {"address": "local"}  # else Ray joins a cluster that RAY_ADDRESS or a file in /tmp names
-    ray |= {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
-    if options.cpus is not None:
-        ray["num_cpus"] = options.cpus
-    if options.object_store_megabytes is not None:
-        ray["object_store_memory"] = options.object_store_megabytes * 2**20
-    resources = {"num_cpus": options.client_cpus, "num_gpus": options.client_gpus}
-    backend: Any = {"init_args": ray, "client_resources": resources}
-    with process_folder() as folder, _quiet_until(stop):
-        ray["_temp_dir"] = f"{folder}/ray"  # into which Ray lets everybody write
-        run_simulation(server_app, client_app, len(federation.client_rows), backend_config=backend)
-    if not outcome:
-        raise RuntimeError("the simulation ended before its server app")
-    if isinstance(outcome[0], Stopped):
-        raise KeyboardInterrupt
-    if outcome[0] is not None:
-        raise outcome[0]
-    return directory
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = (
+        1  # messages name them; a SuperLink would set them
+    )
+    configs = {1 + k: {"partition-id": k} for k in range(len(federation.client_rows))}
+    nodes = LocalNodes(simulated_app(federation, directory.path), configs)
+    connected = ConnectedClients(Messenger(nodes), federation, observer, "simulation")
+    connected.require_enough()
+    return run_rounds(federation, directory, observer, FlowerClients(connected, federation, directory, observer))
 
 
-@contextmanager
-def _quiet_until(stop: threading.Event) -> Iterator[None]:
-    """Let Flower log errors alone, and set `stop` on Ctrl-C: raised in Flower's own wait, an interrupt would hang."""
-    logger, interruptible = logging.getLogger("flwr"), threading.current_thread() is threading.main_thread()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    if interruptible:
-        handler = signal.signal(signal.SIGINT, lambda number, frame: stop.set())
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if interruptible:
-            signal.signal(signal.SIGINT, handler)
+def simulated_app(federation: Federation, folder: Path) -> ClientApp:
+    """Return the ClientApp of simulated clients: a node's config has the number, a run's folder keeps the states."""
+
+    def site_of(config: Mapping[str, Any]) -> Site:
+        client = int(config["partition-id"])
+        states = SiteStates(folder / "checkpoints", client, prune=False)
+        return Site(federation, client, lambda run: states, lambda text: None)
+
+    return make_client_app(folder.absolute() / "recipe.yaml", site_of)
+
+
+class LocalNodes:
+    """Nodes in this process, as the grid that a `Messenger` sends to: a node works when its answer is asked for."""
+
+    def __init__(self, app: ClientApp, configs: dict[int, Any]):
+        self.app = app
+        self.contexts = {node: Context(0, node, config, RecordDict(), {}) for node, config in configs.items()}
+        self._numbers = itertools.count()
+        self._waiting: dict[str, FlowerMessage] = {}
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[FlowerMessage]) -> list[str]:
+        pushed = {f"message {next(self._numbers)}": message for message in messages}
+        self._waiting |= pushed
+        return list(pushed)
+
+    def pull_messages(self, names: Iterable[str]) -> list[FlowerMessage]:
+        return [self.answer(self._waiting.pop(name)) for name in names if name in self._waiting]
+
+    def answer(self, message: FlowerMessage) -> FlowerMessage:
+        return self.app(message, self.contexts[message.metadata.dst_node_id])

@@ -20,6 +20,7 @@ INTERNALS = [
     ("supernode.start_client_internal._pull_and_store_message", PULL, APPROVED, ""),
     ("supernode.start_client_internal._insert_message", "msg state store", "the refusal of an app", ""),
     ("supercore.protobuf.client.ProtobufClient._send", "self context stream", "bad answers", ""),
+    ("supercore.task_identity.TaskIdentity", None, "messages of a simulation, which has no SuperLink", ""),
     ("superlink.grid.http_grid.HttpGrid._runtime_client", None, "the size of an answer, while it arrives", ""),
     ("supercore.runtime.RuntimeHttpClient.PullMessages", "self request", "the same", ""),
     ("supercore.runtime.RuntimeHttpClient.PullObject", "self request", "the same", ""),

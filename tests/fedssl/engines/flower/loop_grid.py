@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
+from flwr.app import RecordDict
 from flwr.app.error import Error
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 
@@ -22,6 +20,7 @@ from fedssl.engines.flower.privacy import private_federation
 from fedssl.engines.flower.registration import ConnectedClients
 from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.server import FlowerClients
+from fedssl.engines.flower.simulation import LocalNodes, simulated_app
 from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
@@ -47,14 +46,13 @@ METHODS: dict[str, dict[str, Any]] = {
 KINDS = {kind: method | SMALL for kind, method in METHODS.items()}
 
 
-class LoopGrid:
-    """Flower's grid with the nodes in this process: each has a client app and a node config."""
+class LoopGrid(LocalNodes):
+    """The simulation's nodes, whose messages are noted, lost or changed; a node works when its message is sent."""
 
     def __init__(self, app, configs: dict[int, dict]):
-        self.app, self.configs = app, configs
-        self.contexts = {node: Context(0, node, config, RecordDict(), {}) for node, config in configs.items()}
+        super().__init__(app, configs)
+        self.configs = configs
         self.replies: dict[str, FlowerMessage] = {}
-        self.numbers = itertools.count()
         self.silent: set[int] = set()  # nodes that answer no round
         self.tamper = lambda node, reply: None
         self.tasks: list[dict[str, Any]] = []  # of the messages to the nodes
@@ -63,15 +61,11 @@ class LoopGrid:
         self.loses: Callable[[int, str, str], bool] = lambda node, stage, number: False
         self.stages: list[tuple[int, str]] = []
 
-    def get_node_ids(self):
-        return list(self.configs)
-
     def push_messages(self, messages):
-        names = []
         assert messages, "the SuperLink refuses a request without messages"
-        for message in messages:
-            node, name = message.metadata.dst_node_id, f"message {next(self.numbers)}"
-            names.append(name)
+        names = super().push_messages(messages)
+        for name, message in zip(names, messages, strict=True):
+            node = message.metadata.dst_node_id
             self.tasks.append(dict(message.content["task"]))
             if node in self.silent and message.metadata.message_type != "query":
                 continue
@@ -80,9 +74,8 @@ class LoopGrid:
                 self.stages.append((node, stage))
                 if self.loses(node, stage, message.metadata.group_id):
                     continue
-            message.metadata.__dict__["_message_id"] = name
             try:
-                reply = self.app(message, self.contexts[node])
+                reply = self.answer(message)
             except Exception as error:
                 reply = FlowerMessage(Error(2, str(error)), reply_to=message)
             self.tamper(node, reply)
@@ -167,12 +160,11 @@ def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[
     federation = build_federation(recipe)
     files = first_files(federation) | ({SITES_RUN: "run"} if sites else {})
     directory = RunDirectory.create(path, files)
-    app = make_client_app((path / "recipe.yaml").absolute(), simulated=not sites)
     if sites:
         configs = {11 + i: {"site": str(file)} for i, file in enumerate(sites)}
-    else:
-        configs = {11 + k: {"partition-id": k} for k in range(len(federation.client_rows))}
-    return directory, LoopGrid(app, configs)
+        return directory, LoopGrid(make_client_app((path / "recipe.yaml").absolute()), configs)
+    configs = {11 + k: {"partition-id": k} for k in range(len(federation.client_rows))}
+    return directory, LoopGrid(simulated_app(federation, path), configs)
 
 
 def run_on(
@@ -186,7 +178,7 @@ def run_on(
     """Run a recipe on the nodes of `start`, or without `rounds` only register them; returns the warnings."""
     progress = progress or WarningRecorder()
     federation = private_federation(build_federation(recipe))
-    connected = ConnectedClients(Messenger(grid, threading.Event()), federation, progress, "run")
+    connected = ConnectedClients(Messenger(grid), federation, progress, "run")
     connected.require_enough()
     if rounds:
         run_rounds(federation, directory, progress, FlowerClients(connected, federation, directory, progress))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -67,7 +66,7 @@ def test_an_answer_that_is_far_too_large_is_given_up_on_its_way(contents, reason
     objects = {f"piece {i}": content for i, content in enumerate(contents)}
     tree = ObjectTree(object_id="message", children=[ObjectTree(object_id=name) for name in objects])
     grid = ServedGrid({"asked": (ProtoMessage(), tree)}, objects)
-    [answer] = Messenger(grid, threading.Event()).collect({"asked": 11}, 0.0, 2**22)
+    [answer] = Messenger(grid).collect({"asked": 11}, 0.0, 2**22)
     assert (answer.node, answer.content) == (11, None)
     assert answer.failure.startswith(reason)
     assert grid.reads.total() < 1100
@@ -94,7 +93,7 @@ def grid() -> ServedGrid:
 def test_an_answer_that_is_still_uploaded_does_not_keep_the_others_waiting(grid):
     slow = list(grid.on_their_way)
     assert len(slow) > 1
-    messenger = Messenger(grid, threading.Event())
+    messenger = Messenger(grid)
     waiting = {"slow": 11, "quick": 12}
     (answer,) = messenger.collect(waiting, 0.0, 2**20)
     assert (answer.node, answer.content["answer"]["of"]) == (12, "quick")
@@ -113,7 +112,7 @@ def test_an_answer_that_is_still_uploaded_does_not_keep_the_others_waiting(grid)
 
 
 def test_an_answer_that_is_never_uploaded_is_given_up(grid):
-    messenger = Messenger(grid, threading.Event())
+    messenger = Messenger(grid)
     waiting = {"slow": 11, "quick": 12}
     (answer,) = messenger.collect(waiting, 0.5, 2**20)  # Flower would wait for two hours
     assert (answer.node, waiting) == (12, {"slow": 11})

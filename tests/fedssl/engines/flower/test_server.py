@@ -476,10 +476,7 @@ def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_noth
     assert "no answer within 50 s" in (tmp_path / "run" / "refused.csv").read_text()
 
 
-def test_a_simulation_is_refused_without_ray_and_for_a_deployment(quick, tiny, tmp_path, monkeypatch):
+def test_a_simulation_is_refused_for_a_deployment(quick, tmp_path):
     with pytest.raises(UserError, match="write its app with fedssl app"):
         simulation.run(quick(), tmp_path / "a")
-    monkeypatch.setattr(simulation, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs Ray: pip install '(fedkernels-)?fedssl\[flower\]'"):
-        simulation.run(tiny(engine="flower-simulation"), tmp_path / "a")
     assert not (tmp_path / "a").exists()
