@@ -51,21 +51,21 @@ def whitening_matrix(representation: Tensor, power: float = -0.25) -> Tensor:
     return ((vectors * scale) @ vectors.T).to(representation.dtype)
 
 
-def join_factors(factors: list[Tensor], weights: list[float]) -> Tensor:
-    """Return F [L, sum d_j] with F F' = sum_j w_j A_j A_j', from A_j [L, d_j]."""
-    return torch.cat([factor * weight**0.5 for factor, weight in zip(factors, weights, strict=True)], dim=1)
+def join_factors(factors: list[Tensor]) -> Tensor:
+    """Return F [L, sum d_j] with F F' the mean of the A_j A_j', from A_j [L, d_j]."""
+    return torch.cat([factor * (1 / len(factors)) ** 0.5 for factor in factors], dim=1)
 
 
-def shared_directions(factors: list[Tensor], weights: list[float], count: int) -> Tensor:
-    """Return G [L, k], where G G' are the k largest terms of sum_j w_j P_j = sum_i s_i u_i u_i', s_i descending.
+def shared_directions(factors: list[Tensor], count: int) -> Tensor:
+    """Return G [L, k], where G G' are the k largest terms of the mean of P_j = sum_i s_i u_i u_i', s_i descending.
 
     P_j is the projection onto the columns of A_j [L, d_j]. So u_1 is the direction that most representations contain,
     whatever its size in each: generalised canonical correlation analysis (Carroll 1968; MAXVAR in Kettenring 1971).
     k is `count`, or more where directions that are as shared as the last one come along, so that G G' follows from
-    sum_j w_j P_j alone: all of a single client's do. It is less where there are no more directions.
+    the mean of P_j alone: all of a single client's do. It is less where there are no more directions.
     """
     wide = [_narrow(factor.to(torch.float64)) for factor in factors]
-    factor = _narrow(join_factors([a @ whitening_matrix(a, power=-0.5) for a in wide], weights))
+    factor = _narrow(join_factors([a @ whitening_matrix(a, power=-0.5) for a in wide]))
     values, vectors = torch.linalg.eigh(factor.T @ factor)
     keep = values >= values[-min(count, len(values))] - RELATIVE_RANK_TOLERANCE * values[-1]
     return (factor @ vectors[:, keep]).to(factors[0].dtype)
@@ -108,6 +108,8 @@ def canonical_factor(factor: Tensor) -> Tensor:
 class RepresentationMean(Aggregator):
     """Hetero-SSFL, Algorithm 1: K-bar = sum_j w_j K_j with K_j = A_j A_j', A_j [L, d_j] client j's representations.
 
+    All w_j are the same, as in section 5.1.
+
     Clients send A_j, never their weights or images. The server keeps the last A_j of every client, so K-bar is the
     sum over all clients as printed, even if only some take part in a round. Where sum_j d_j < L it sends a factor of
     K-bar and not the L x L matrix, which takes fewer bytes: that of F = [sqrt(w_j) A_j] which `canonical_factor` gives,
@@ -129,7 +131,7 @@ class RepresentationMean(Aggregator):
     With `fewest_clients` n, K-bar is first sent when n clients have answered, and is then renewed only when n clients'
     kernels are others than in the one before. So whatever sum of the means that it was sent a client forms, the last
     mean in the sum brings at least n - 1 kernels of others that no earlier one holds: the sum never is one client's
-    kernel. (Clients of weight 0 do not count.) By default every round's answers are in the next K-bar. Then a client
+    kernel. By default every round's answers are in the next K-bar. Then a client
     that is alone to answer, or one of two in the opening round, has its kernel computed from the difference.
 
     Kernel `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`.
@@ -181,9 +183,6 @@ class RepresentationMean(Aggregator):
         ge=1,
         description="how many shared directions are sent in place of the mean kernel (default: the mean kernel)",
     )
-    weights: list[float] | None = Field(
-        None, description="the clients' weights w_j in K-bar (default: uniform, as in section 5.1)"
-    )
 
     def check(self, clients: int) -> None:
         if (self.target == "oracle") != (self.oracle is not None):
@@ -196,14 +195,6 @@ class RepresentationMean(Aggregator):
                 f"representation_mean.fewest_clients is {self.fewest_clients}, but there are only {clients} clients: "
                 "lower it, or no mean is ever sent"
             )
-        if self.weights is None:
-            return
-        if len(self.weights) != clients:
-            raise UserError(
-                f"representation_mean.weights has {len(self.weights)} entries for {clients} clients: give one for each"
-            )
-        if min(self.weights) < 0 or sum(self.weights) <= 0:
-            raise UserError(f"representation_mean.weights must be non-negative with a positive sum, got {self.weights}")
 
     def broadcast(self, server: Message, clients: list[int], travelling: list[str]) -> dict[int, Message]:
         sent = self._targets(server, clients)
@@ -215,25 +206,20 @@ class RepresentationMean(Aggregator):
     def _targets(self, server: Message, clients: list[int]) -> dict[int, Message]:
         if self.target == "self":
             own = {k: server.tensors.get(f"representation.{k}") for k in clients}
-            return {k: self._message([], []) if a is None else self._message([a], [1.0]) for k, a in own.items()}
+            return {k: self._message([] if a is None else [a]) for k, a in own.items()}
         prefix = _LATEST if self.fewest_clients == 1 else _RELEASED
         answered = sorted(int(name.split(".")[1]) for name in server.tensors if name.startswith(prefix))
-        weights = [self._weight(k) for k in answered]
-        total = sum(weights) or 1.0
-        factors = [server.tensors[f"{prefix}{k}"] for k in answered]
-        return dict.fromkeys(clients, self._message(factors, [w / total for w in weights]))
+        return dict.fromkeys(clients, self._message([server.tensors[f"{prefix}{k}"] for k in answered]))
 
-    def _message(self, factors: list[Tensor], weights: list[float]) -> Message:
+    def _message(self, factors: list[Tensor]) -> Message:
         tensors = {}
         config: dict[str, str | int | float | bool] = {
             "alignment.layer": self.layer,
             "alignment.centered": self.centered,
         }
-        if any(weights):  # otherwise there is no usable answer to align to yet
-            if self.components is None:
-                factor = join_factors(factors, weights)
-            else:
-                factor = shared_directions(factors, weights, self.components)
+        if factors:  # otherwise there is no answer to align to yet
+            count = self.components
+            factor = join_factors(factors) if count is None else shared_directions(factors, count)
             if factor.shape[1] < factor.shape[0]:
                 tensors[FACTOR] = factor if self.target == "self" else canonical_factor(factor)
             else:
@@ -304,15 +290,12 @@ class RepresentationMean(Aggregator):
         tensors = {f"representation.{k}": replies[k].tensors[f"representation.{k}"] for k in sorted(replies)}
         return Message(tensors | self._released(server.tensors | tensors), numbers=numbers)
 
-    def _weight(self, client: int) -> float:
-        return 1.0 if self.weights is None else self.weights[client]
-
     def _released(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the entries of the next mean that is sent; none where it stays as it is, see `fewest_clients`."""
         if self.fewest_clients == 1:
             return {}
         latest = {int(name.removeprefix(_LATEST)): a for name, a in tensors.items() if name.startswith(_LATEST)}
-        before = {k: tensors.get(f"{_RELEASED}{k}") for k in latest if self._weight(k) > 0}
+        before = {k: tensors.get(f"{_RELEASED}{k}") for k in latest}
         changed = [k for k, a in before.items() if a is None or not torch.equal(a, latest[k])]
         return {f"{_RELEASED}{k}": a for k, a in latest.items()} if len(changed) >= self.fewest_clients else {}
 

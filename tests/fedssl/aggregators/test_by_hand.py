@@ -321,20 +321,20 @@ def sent_by(part: RepresentationMean, server: Message, client: int = 0) -> dict[
 
 
 @pytest.mark.parametrize(("rows", "form"), [(9, FACTOR), (8, KERNEL)])
-def test_what_is_sent_is_the_weighted_mean_kernel_or_a_factor_of_it_whichever_is_smaller(rows, form):
+def test_what_is_sent_is_the_mean_kernel_or_a_factor_of_it_whichever_is_smaller(rows, form):
     server = state_of((rows, 3), (rows, 5))
-    [(name, sent)] = sent_by(RepresentationMean(weights=[1.0, 3.0]), server).items()
+    [(name, sent)] = sent_by(RepresentationMean(), server).items()
     k0, k1 = map(kernel_of, server.tensors.values())
     assert (name, sent.shape) == (form, (rows, 8))
     mean = kernel_of(sent) if name == FACTOR else sent.double()
-    torch.testing.assert_close(mean, 0.25 * k0 + 0.75 * k1, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mean, 0.5 * k0 + 0.5 * k1, atol=1e-5, rtol=1e-5)
 
 
-def test_clients_that_have_not_answered_yet_shift_nobodys_weight():
-    """Clients 1 and 3 of four have answered; their weights are 3 and 1, whatever the others' are."""
+def test_clients_that_have_not_answered_yet_do_not_count():
+    """Clients 1 and 3 of four have answered."""
     server = Message({"representation.1": torch.eye(2)[:, :1], "representation.3": torch.eye(2)[:, 1:]})
-    [sent] = sent_by(RepresentationMean(weights=[100.0, 3.0, 10.0, 1.0]), server).values()
-    torch.testing.assert_close(sent.diagonal(), torch.tensor([0.75, 0.25]))
+    [sent] = sent_by(RepresentationMean(), server).values()
+    torch.testing.assert_close(sent.diagonal(), torch.tensor([0.5, 0.5]))
 
 
 @pytest.mark.parametrize("sizes", [((20, 3), (20, 5)), ((20, 6),)], ids=["two clients", "one has answered"])
@@ -353,14 +353,13 @@ def test_a_factor_tells_nothing_that_the_mean_kernel_does_not(sizes, components)
     assert torch.cdist(sent.T, columns.T).min() > 0.1  # no client's own column
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5, 3.0]])
 @pytest.mark.parametrize(("fewest", "exact"), [({}, True), ({"fewest_clients": 3}, False)], ids=["by default", "3"])
-def test_what_client_0_can_compute_of_the_others_kernels(fewest, exact, weights):
+def test_what_client_0_can_compute_of_the_others_kernels(fewest, exact):
     """It knows each mean that it was sent and its own kernels, and combines them as fits each kernel of another best.
 
     Clients are missing: in the opening round two answer, and in some rounds one.
     """
-    part, server, known, others = RepresentationMean(**fewest, weights=weights), Message(), [], []
+    part, server, known, others = RepresentationMean(**fewest), Message(), [], []
     torch.manual_seed(0)
     for answered in [(0, 1), (2,), (0, 1, 2, 3), (3,), (0, 2), (1,), (0, 1, 2), (0, 2, 3)]:
         a = {k: torch.randn(40, 3, dtype=torch.float64) for k in answered}
@@ -376,20 +375,17 @@ def test_what_client_0_can_compute_of_the_others_kernels(fewest, exact, weights)
         left.append(float((error - kernel.flatten()).norm() / kernel.norm()))
     assert (min(left) < 1e-6) == exact
     if not exact:
-        assert min(left) > (0.4 if weights is None else 0.2)  # a client of large weight is most of a mean
+        assert min(left) > 0.4
         assert len(known) > 6  # means were sent
         assert sent_by(part, server)[FACTOR].isfinite().all()
 
 
 def test_a_mean_of_fewer_clients_than_asked_for_is_not_sent():
-    part, server = RepresentationMean(fewest_clients=2, weights=[1.0, 1.0, 0.0]), state_of((20, 3), (20, 3), (20, 3))
+    part, server = RepresentationMean(fewest_clients=2), state_of((20, 3), (20, 3), (20, 3))
     alone = part.aggregate(Message(), {0: Message({"representation.0": server.tensors["representation.0"]})})
     assert sent_by(part, alone) == {}
-    zero = part.aggregate(alone, {2: Message({"representation.2": server.tensors["representation.2"]})})
-    assert sent_by(part, Message(alone.tensors | zero.tensors)) == {}  # its weight is 0: it hides nothing
     together = part.aggregate(Message(), {k: Message({name: a}) for k, (name, a) in enumerate(server.tensors.items())})
-    as_by_default = sent_by(RepresentationMean(weights=part.weights), server)
-    assert torch.equal(sent_by(part, together)[FACTOR], as_by_default[FACTOR])
+    assert torch.equal(sent_by(part, together)[FACTOR], sent_by(RepresentationMean(), server)[FACTOR])
     with pytest.raises(UserError, match="fewest_clients is 4, but there are only 3 clients"):
         RepresentationMean(fewest_clients=4).check(3)
 
@@ -450,11 +446,11 @@ def test_shared_directions_are_those_that_most_representations_contain_whatever_
     torch.manual_seed(0)
     q = torch.linalg.qr(torch.randn(20, 6, dtype=torch.float64)).Q
     a, b, c = q[:, [0, 1, 2]] * torch.tensor([0.1, 1, 9]), q[:, [1, 0, 3]] * torch.tensor([0.1, 1, 9]), q[:, [0, 4, 5]]
-    (first,) = shared_directions([a, b, c], [1 / 3] * 3, 1).T
+    (first,) = shared_directions([a, b, c], 1).T
     torch.testing.assert_close(torch.outer(first, first), torch.outer(q[:, 0], q[:, 0]))  # it is in all three
-    two = kernel_of(shared_directions([a @ torch.randn(3, 3).double(), b, c], [1 / 3] * 3, 2))
+    two = kernel_of(shared_directions([a @ torch.randn(3, 3).double(), b, c], 2))
     torch.testing.assert_close(two, torch.outer(q[:, 0], q[:, 0]) + 2 / 3 * torch.outer(q[:, 1], q[:, 1]))
-    everything = kernel_of(shared_directions([a, b, c], [1 / 3] * 3, 99))
+    everything = kernel_of(shared_directions([a, b, c], 99))
     torch.testing.assert_close(everything, sum(x @ torch.linalg.pinv(x) for x in (a, b, c)) / 3)
 
 
@@ -462,7 +458,7 @@ def test_shared_directions_of_more_features_than_images_take_the_images_operatio
     """An eigendecomposition of 8,000 features would take minutes."""
     torch.manual_seed(0)
     wide, narrow = torch.randn(6, 8000).double(), torch.randn(6, 2).double()
-    whole = kernel_of(shared_directions([wide, narrow], [0.5, 0.5], 99))
+    whole = kernel_of(shared_directions([wide, narrow], 99))
     torch.testing.assert_close(whole, 0.5 * torch.eye(6).double() + 0.5 * narrow @ torch.linalg.pinv(narrow))
 
 
