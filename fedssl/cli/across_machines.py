@@ -118,8 +118,7 @@ def register(
     from ..engines.flower.site_keys import SITES
 
     keys = _flower("deploy.registered_keys")
-    server = load_member(folder).server
-    address = f"127.0.0.1:{server.internal_port if server.wall else server.port}"
+    address = load_member(folder).server.superlink
     for line in keys.register_keys(folder / SITES, address, folder / "ca.crt", superlink_process):
         print_text(line)
     keys.write_connection(folder / "flower", address, folder / "ca.crt")
@@ -149,13 +148,11 @@ def superlink(
         Path,
         Argument(metavar="FOLDER", help="Folder with ca.crt, server.crt and server.key; the database is kept there."),
     ],
-    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    port: Annotated[int, Option(min=1, max=65535, help="Port of 127.0.0.1 to listen on.")] = 8000,
     reverse_proxy: Annotated[
         int | None,
         Option(
             "--reverse-proxy",
-            "--wall",
             metavar="PORT",
             min=1,
             max=65535,
@@ -168,7 +165,7 @@ def superlink(
 
     It uses TLS and accepts only sites that authenticate themselves.
     """
-    raise Exit(_flower("deploy.nodes").superlink(folder, host, port, insecure, reverse_proxy))
+    raise Exit(_flower("deploy.nodes").superlink(folder, port, insecure, reverse_proxy))
 
 
 def supernode(

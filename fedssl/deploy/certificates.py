@@ -104,11 +104,11 @@ def common_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def require_server(certificate: Path, key: Path, authority: Path, host: str) -> None:
-    """Raise UserError for a server's certificate with which nobody could reach the SuperLink at `host`.
+def require_server(certificate: Path, key: Path, authority: Path) -> None:
+    """Raise UserError for a server's certificate with which nobody could reach the SuperLink.
 
     The file `certificate` holds the server's, and any that lead from it to one in `authority`, which the sites and
-    Flower's own processes trust. These processes use TLS too, so it must name the address at which they connect.
+    Flower's own processes trust. These processes use TLS too, so it must name 127.0.0.1, where they connect.
     """
     require_authority(authority)
     chain = _read_certificates(certificate)
@@ -127,16 +127,15 @@ def require_server(certificate: Path, key: Path, authority: Path, host: str) -> 
             raise UserError(f"{certificate} is a broken chain: {_name(issuer)} has not issued {_name(one)}")
     if not any(chain[-1] == trusted or _has_issued(trusted, chain[-1]) for trusted in _read_certificates(authority)):
         raise UserError(f"{certificate} was not issued by {authority}: sign it with that authority's key")
-    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # by Flower's own processes, which use TLS too
     try:
         names = chain[0].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound) as error:
         raise UserError(f"{certificate} has no valid subjectAltName: {error}") from error
     valid_for = [*map(str, names.get_values_for_type(x509.IPAddress)), *names.get_values_for_type(x509.DNSName)]
-    if reached not in valid_for and not any(name.startswith("*.") for name in valid_for):
+    if "127.0.0.1" not in valid_for and not any(name.startswith("*.") for name in valid_for):
         raise UserError(
-            f"{certificate} is valid for {', '.join(valid_for) or 'no address'}, but not for {reached}, where Flower's "
-            "own processes reach the SuperLink: add that address to the subjectAltName (docs/deploy.md)"
+            f"{certificate} is valid for {', '.join(valid_for) or 'no address'}, but not for 127.0.0.1, where "
+            "Flower's own processes reach the SuperLink: add that address to the subjectAltName (docs/deploy.md)"
         )
 
 

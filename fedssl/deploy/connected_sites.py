@@ -8,11 +8,10 @@ from pathlib import Path
 import httpx
 from flwr.proto.control_pb2 import ListNodesRequest
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 
 from ..errors import UserError
 from .consortium import Member
+from .registered_keys import operators_client
 
 _FORM = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -23,11 +22,9 @@ def connected_sites(member: Member, folder: Path) -> list[tuple[str, str, bool]]
     Raises:
         UserError: the SuperLink is not reached, or refuses.
     """
-    address = f"127.0.0.1:{member.server.internal_port if member.server.wall else member.server.port}"
-    interceptors = [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
+    address = member.server.superlink
     try:
-        authority = str((folder / "ca.crt").absolute())
-        with ControlHttpClient.from_server_address(address, False, authority, interceptors=interceptors) as client:
+        with operators_client(address, folder / "ca.crt") as client:
             nodes = client.ListNodes(ListNodesRequest()).nodes_info
     except (httpx.HTTPError, OSError, ValueError) as error:
         raise UserError(

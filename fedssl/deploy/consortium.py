@@ -34,7 +34,7 @@ _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 
 
 class ServerOptions(Options):
-    """The address and the ports of the server, with or without a reverse proxy."""
+    """The address and the ports of the server."""
 
     address: str = Field(
         ...,
@@ -45,16 +45,17 @@ class ServerOptions(Options):
     internal_port: int = Field(
         8001, ge=1, le=65535, description="the SuperLink's port behind the reverse proxy, on its own machine alone"
     )
-    wall: bool = Field(
-        True,
-        description="put a reverse proxy (nginx) in front of the SuperLink, which otherwise listens at port itself",
-    )
 
     @model_validator(mode="after")
     def _require_two_ports(self) -> ServerOptions:
-        if self.wall and self.port == self.internal_port:
+        if self.port == self.internal_port:
             raise ValueError("port and internal_port must differ: the reverse proxy and the SuperLink each need a port")
         return self
+
+    @property
+    def superlink(self) -> str:
+        """The address of the SuperLink on its own machine."""
+        return f"127.0.0.1:{self.internal_port}"
 
 
 class Member(Options):

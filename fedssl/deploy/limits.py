@@ -5,9 +5,10 @@ for no key: `/v1/control/` starts runs and registers keys, `/v1/runtime/` belong
 request's whole body into memory before it checks a key, and has no limit for it. So a middleware around its application
 refuses requests before their bodies are read, and a site's answer may have a limited number of pieces.
 
-Who shows no registered key may also not keep the SuperLink busy: with headers or a body that do not end, or with many
-connections. Addresses do not tell who somebody is, as a site and a stranger may share one. So a request that takes long
-is asked for its key, and where there are many without one, the oldest are ended.
+Who shows no registered key may also not keep the SuperLink busy with bodies that do not end. Addresses do not tell who
+somebody is, as a site and a stranger may share one. So a request that takes long is asked for its key, and where there
+are many without one, the oldest are ended. Headers that do not end, and connections without a request, never reach the
+SuperLink: it listens on its own machine alone, and the reverse proxy in front of it ends them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import binascii
 import datetime
 import resource
 from base64 import b64decode
-from collections import Counter
 from ipaddress import ip_address
 from typing import Any
 
@@ -38,7 +38,6 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http import auto
 
 from ..engines.flower.messenger import REFUSED_BY_SUPERLINK
 
@@ -46,13 +45,12 @@ from ..engines.flower.messenger import REFUSED_BY_SUPERLINK
 LARGEST_BODY = 2**23
 #: bytes of a request without a registered key, such as that of a node that introduces itself
 LARGEST_BODY_WITHOUT_KEY = 2**16
-#: seconds for a request's headers, and for the body of a request without a registered key
+#: seconds for the body of a request without a registered key
 LONGEST_WITHOUT_KEY = 10.0
 #: seconds for the body of a site's request
 LONGEST_BODY = 180.0
-#: requests whose key has not been looked at and whose body has not arrived; connections without a request
+#: requests whose key has not been looked at and whose body has not arrived
 MOST_WITHOUT_KEY = 64
-MOST_IDLE = 512
 _OPEN_FILES = 2**14
 #: objects of an answer: records, arrays and the arrays' pieces of 5 MiB; also limits the database's work
 MOST_OBJECTS = 1000
@@ -63,8 +61,7 @@ _push_messages = fleet_handlers.push_messages
 def limit_superlink() -> None:
     """Change Flower's modules in this process, which then runs `flower-superlink`."""
     extensions.get_middleware = lambda: (Middleware(RequestLimits),)
-    auto.AutoHTTPProtocol = limit_connections(auto.AutoHTTPProtocol)
-    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one, also before TLS begins
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is one
     if files < _OPEN_FILES:
         wanted = _OPEN_FILES if most_files == resource.RLIM_INFINITY else min(_OPEN_FILES, most_files)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most_files))
@@ -135,49 +132,6 @@ class RequestLimits:
                 return await receive()
         except TimeoutError:
             return None
-
-
-def limit_connections(protocol: type[Any]) -> type[Any]:
-    """Return a class of uvicorn's connections that end where a request's headers take too long.
-
-    If there are too many connections without a request, the oldest of the address that has most of them is ended.
-    """
-    idle: dict[Any, None] = {}  # the oldest first
-
-    class LimitedConnection(protocol):
-        _end: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait_for_headers()
-
-        def data_received(self, data: bytes) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                self._wait_for_headers()
-            super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop_waiting()
-
-        def connection_lost(self, error: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(error)
-
-        def _wait_for_headers(self) -> None:
-            if self._end is not None:
-                return
-            self._end = self.loop.call_later(LONGEST_WITHOUT_KEY, self.transport.abort)
-            idle[self] = None
-            if len(idle) > MOST_IDLE:
-                [(address, _)] = Counter(other.client and other.client[0] for other in idle).most_common(1)
-                next(other for other in idle if (other.client and other.client[0]) == address).transport.abort()
-
-        def _stop_waiting(self) -> None:
-            idle.pop(self, None)
-            if self._end is not None:
-                self._end.cancel()
-                self._end = None
-
-    return LimitedConnection
 
 
 def _is_from_this_machine(scope: Scope) -> bool:

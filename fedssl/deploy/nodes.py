@@ -27,16 +27,19 @@ from .reverse_proxy import write_reverse_proxy
 #: modules that a ServerApp or ClientApp needs; importing them starts no threads and looks for no CUDA device
 _APP_MODULES: tuple[str, ...] = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
 _APP_MODULES += ("timm", "torch._dynamo")  # the last is imported by the first optimizer that is made
+_HOST = "127.0.0.1"  # where the SuperLink listens
 _INSECURE = "warning: insecure: without TLS all messages can be read and changed on their way"
 _PRIVATE_UMASK = 0o077  # the files of these processes, and of those that they start, are for their user alone
 
 
-def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy: int | None = None) -> int:
-    """Run Flower's SuperLink until it ends or this process is terminated; return its exit code.
+def superlink(folder: Path, port: int, insecure: bool, reverse_proxy: int | None = None) -> int:
+    """Run Flower's SuperLink on 127.0.0.1 until it ends or this process is terminated; return its exit code.
+
+    Other machines reach it through a reverse proxy alone.
 
     Args:
         folder: holds ca.crt, server.crt and server.key, and keeps the SuperLink's database.
-        host, port: where it listens.
+        port: where it listens.
         insecure: without TLS and without authentication of the sites.
         reverse_proxy: the port of an nginx in front of the SuperLink, whose configuration is written; None for none.
 
@@ -45,7 +48,7 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
             SuperLink keeps its database in the folder.
     """
     os.umask(_PRIVATE_UMASK)
-    command = ["flower-superlink", "--host", host, "--port", str(port)]
+    command = ["flower-superlink", "--host", _HOST, "--port", str(port)]
     command += ["--database", str(_existing(folder, "make the SuperLink's folder first") / "superlink.db")]
     command += ["--disable-runtime-dependency-installation"]  # it would call uv, which needs the network
     environment = _environment()
@@ -60,13 +63,13 @@ def superlink(folder: Path, host: str, port: int, insecure: bool, reverse_proxy:
             command += [option, str(_existing(folder / name, "TLS needs it, and docs/deploy.md says how to make it"))]
         if (folder / "superlink.db").exists():  # it also holds the registered keys
             require_own(folder / "superlink.db")
-        require_server(folder / "server.crt", folder / "server.key", folder / "ca.crt", host)
+        require_server(folder / "server.crt", folder / "server.key", folder / "ca.crt")
         command += ["--enable-supernode-auth"]
         environment[VARIABLE] = str(folder.absolute() / SITES / MANIFEST)
     with alone_in(folder, "another SuperLink keeps its database in this folder: stop it, or name another folder"):
-        _require_free_port(host, port)
+        _require_free_port(port)
         if reverse_proxy is not None:
-            path = write_reverse_proxy(folder.absolute(), reverse_proxy, host, port)
+            path = write_reverse_proxy(folder.absolute(), reverse_proxy, f"{_HOST}:{port}")
             print(f"fedssl: the reverse proxy's configuration is written; start it with: nginx -c {path}", flush=True)
         return run(command, environment, _APP_MODULES, limit_superlink)
 
@@ -161,14 +164,14 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 
 
-def _require_free_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+def _require_free_port(port: int) -> None:
+    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Flower does: ending connections do not matter
         try:
-            probe.bind((host, port))
+            probe.bind((_HOST, port))
         except OSError as error:
-            place = f"port {port} of {host}"
-            problem = f"cannot listen on {place}: {error.strerror or error}; check --host and --port"
+            place = f"port {port} of {_HOST}"
+            problem = f"cannot listen on {place}: {error.strerror or error}; check --port"
             if error.errno == errno.EADDRINUSE:
                 problem = f"{place} is in use, perhaps by another SuperLink: stop it, or give another --port"
             raise UserError(problem) from error

@@ -21,6 +21,12 @@ from ..run_folder.storage import make_folder, write_atomically
 from .keys import read_public, require_own
 
 
+def operators_client(address: str, certificate: Path) -> ControlHttpClient:
+    """Return a client of the operator's interface of the SuperLink at host:port; `certificate` is its authority's."""
+    interceptors = [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
+    return ControlHttpClient.from_server_address(address, False, str(certificate.absolute()), interceptors=interceptors)
+
+
 def register_keys(keys: Path, address: str, certificate: Path, superlink: int | None = None) -> list[str]:
     """Register the keys of a folder, files NAME.pub, at a SuperLink, and unregister all others; return a line for each.
 
@@ -33,10 +39,8 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
             the manifest is missing; other users can write the folder or a file in it.
     """
     wanted, done = _accepted(keys)
-    interceptors = [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
     try:
-        authority = str(certificate.absolute())
-        with ControlHttpClient.from_server_address(address, False, authority, interceptors=interceptors) as client:
+        with operators_client(address, certificate) as client:
             nodes: dict[bytes, Any] = {}
             for node in _list_nodes(client, superlink):
                 public: Any = load_pem_public_key(node.public_key)

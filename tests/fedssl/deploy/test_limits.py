@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-import uvicorn
 from fastapi import HTTPException
 from flwr.app import ConfigRecord, Metadata, RecordDict
 from flwr.app.message import Message, make_message
@@ -26,10 +22,6 @@ from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes, sign_message
 from flwr.superlink import extensions
 from flwr.superlink.servicer.fleet import fleet_handlers
-from uvicorn.config import HTTP_PROTOCOLS
-from uvicorn.importer import import_from_string
-from uvicorn.protocols.http import auto
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from fedssl.deploy import limits
 from fedssl.deploy.limits import (
@@ -37,12 +29,10 @@ from fedssl.deploy.limits import (
     LARGEST_BODY_WITHOUT_KEY,
     MOST_OBJECTS,
     RequestLimits,
-    limit_connections,
     limit_superlink,
     push_messages,
 )
 from fedssl.engines.flower.messenger import REFUSED_BY_SUPERLINK
-from tests.fedssl.engines.flower.deployment import free_port, poll
 
 PIECE = 2**16
 HERE, ELSEWHERE = "127.0.0.1", "203.0.113.7"
@@ -145,7 +135,7 @@ def test_only_a_registered_sites_signature_lets_a_large_body_in(who):
     assert post("/v1/fleet/push-object", 2**20, headers=STRANGERS[who]())[0] == 413
 
 
-# Time and connections
+# Time
 
 SLOW = {"path": "/v1/fleet/push-object", "size": PIECE}
 
@@ -171,64 +161,6 @@ def test_of_many_slow_requests_without_a_key_the_oldest_end_and_the_sites_go_on(
         return [status for status, *_ in await asyncio.gather(site, *strangers)]
 
     assert asyncio.run(all_at_once()) == [200, 408, 408, 408, 200, 200, 200]
-
-
-@pytest.fixture
-def connections(monkeypatch) -> Iterator[Callable[[bytes], socket.socket]]:
-    """Connect to a server with limited connections, and send something."""
-    monkeypatch.setattr(limits, "LONGEST_WITHOUT_KEY", 1.0)
-    monkeypatch.setattr(limits, "MOST_IDLE", 8)
-
-    async def app(scope, receive, send):
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body"})
-
-    opened, port = [], free_port()
-    options = {"http": limit_connections(AutoHTTPProtocol), "ws": "none", "lifespan": "off", "log_level": "error"}
-    server = uvicorn.Server(uvicorn.Config(app, port=port, **options))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    poll(lambda: server.started, "the server listens")
-
-    def connect(sent: bytes) -> socket.socket:
-        opened.append(socket.create_connection(("127.0.0.1", port), timeout=60))
-        opened[-1].sendall(sent)
-        return opened[-1]
-
-    yield connect
-    for connection in opened:
-        connection.close()
-    server.should_exit = True
-    thread.join()
-
-
-def has_ended(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-GET = b"GET / HTTP/1.1\r\nhost: a\r\n"
-
-
-def test_a_connection_whose_headers_do_not_end_is_ended(connections):
-    """From its start, and after a request that was answered."""
-    assert has_ended(connections(b""))
-    assert has_ended(connections(GET))
-    second = connections(GET + b"\r\n")
-    assert second.recv(2**16).startswith(b"HTTP/1.1 200")
-    second.sendall(GET)
-    assert has_ended(second)
-
-
-def test_of_many_connections_without_a_request_the_oldest_is_ended(connections, monkeypatch):
-    monkeypatch.setattr(limits, "LONGEST_WITHOUT_KEY", 3600.0)
-    idle = [connections(GET) for _ in range(9)]
-    assert has_ended(idle[0])
-    idle[1].sendall(b"\r\n")
-    assert idle[1].recv(2**16).startswith(b"HTTP/1.1 200")
 
 
 # Answers
@@ -295,9 +227,7 @@ def test_the_limits_are_where_flower_looks_for_them(monkeypatch):
     """Flower's modules as they are named here: another version may have others."""
     monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)
     monkeypatch.setattr(fleet_handlers, "push_messages", fleet_handlers.push_messages)
-    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)
     limit_superlink()
-    assert import_from_string(HTTP_PROTOCOLS["auto"]).__name__ == "LimitedConnection"
     from flwr.superlink import main
 
     assert main._get_middleware()[0].cls is RequestLimits

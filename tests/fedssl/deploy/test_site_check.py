@@ -75,7 +75,7 @@ def server() -> Iterator[Server]:
 def folder(server, provisioned, monkeypatch) -> Path:
     """The folders of a consortium whose server is `server`, which has not been started."""
     monkeypatch.setattr(site_check, "_CONNECT_SECONDS", 20.0)
-    return provisioned(server={"address": "localhost", "port": server.port, "wall": False})
+    return provisioned(server={"address": "localhost", "port": server.port})
 
 
 @pytest.fixture
