@@ -33,7 +33,8 @@ class Options(BaseModel):
         """Read the texts, and refuse `rounds: true`, which pydantic takes as 1; its strict mode also refuses `1e-3`."""
         if not isinstance(values, dict):
             return values
-        values = with_texts(cls, values)
+        fields = cls.model_fields
+        values = {k: _as_text(fields[k].annotation, one) if k in fields else one for k, one in values.items()}
         wrong = [
             InitErrorDetails(
                 type=PydanticCustomError("boolean", "input should be a number or a text, not true or false"),
@@ -79,12 +80,6 @@ def read_options(path: str | Path, model: type[_Model], kind: str, hint: str) ->
         return model.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{path}: {'; '.join(explain_errors(error, model))}") from error
-
-
-def with_texts(model: type[Options], values: dict[str, Any]) -> dict[str, Any]:
-    """Return values in which a number, true or false stands as a text for each option that is one, as `path: 2024`."""
-    fields = model.model_fields
-    return {key: _as_text(fields[key].annotation, value) if key in fields else value for key, value in values.items()}
 
 
 def is_text(types: Sequence[Any]) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ..errors import UserError
-from ..options import with_texts
 from ..untrusted import printable
 from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files, remedy, split_folders
 from .image_kinds import usual_channels, usual_size
@@ -45,36 +46,28 @@ class DataSummary:
 def summarise(data: Mapping[str, Any]) -> DataSummary | None:
     """Summarise the data set that a recipe's `data` names, before the recipe is checked.
 
-    Return None where `data` is not of a form that a recipe may have: the recipe's checks say why.
+    Return None where `data` is not what a recipe may have: the recipe's checks say why.
     """
-    data = with_texts(DataOptions, dict(data))
-    name, path = data.get("name", "digits"), data.get("path")
-    if name == "none":
-        shape = data.get("image_shape")  # of the sites' images, whose number nobody else knows
-        if isinstance(shape, list) and len(shape) == 3 and all(isinstance(size, int) for size in shape):
-            return DataSummary(0, shape[0], min(shape[1:]), False)
+    try:
+        options = DataOptions.model_validate(dict(data))
+    except ValidationError:
         return None
-    if name not in SOURCES:
-        return None
-    source = SOURCES[name]
+    if options.image_shape is not None:  # of the sites' images, whose number nobody else knows
+        return DataSummary(0, options.image_shape[0], min(options.image_shape[1:]), False)
+    source = SOURCES[options.name]
     if source.shape is not None:
         known = DataSummary(source.images, source.shape[0], min(source.shape[1:]), True)
     else:
-        if not isinstance(path, (str, Path)):
-            return None
-        path = expanded(Path(path), "data.path")
+        assert options.path is not None
+        path = expanded(options.path, "data.path")
         kind = kind_of(path)
         if kind == "missing":
             raise UserError(f"data.path: there is no file or folder {printable(path)}")
         if kind != ("folder" if source.image_files else "file"):
             return None
-        channels = data.get("channels")
-        asked_for = channels if isinstance(channels, int) else None
-        known = _of_files(path, data, asked_for) if source.image_files else _of_npz(path, asked_for)
-    size, limit = data.get("image_size"), data.get("train_limit")
-    side = size if isinstance(size, int) and size > 0 else known.side
-    images = min(known.images, limit) if isinstance(limit, int) and limit > 0 else known.images
-    return replace(known, images=images, side=side)
+        known = _of_files(path, options) if source.image_files else _of_npz(path, options.channels)
+    images = min(known.images, options.train_limit or known.images)
+    return replace(known, images=images, side=options.image_size or known.side)
 
 
 def _of_npz(path: Path, channels: int | None) -> DataSummary:
@@ -96,15 +89,14 @@ def _of_npz(path: Path, channels: int | None) -> DataSummary:
     return DataSummary(shape[0], channels or stored, min(height, width), any(name in names for name in _LABEL_KEYS))
 
 
-def _of_files(path: Path, data: Mapping[str, Any], channels: int | None) -> DataSummary:
+def _of_files(path: Path, options: DataOptions) -> DataSummary:
     """Read the headers of some image files, evenly spread over the folder."""
     from .image_files import BrokenImageError, image_kind
 
-    files, others = list_files(path, data.get("follow_links") is True)
-    more_paths = data.get("more_paths")
-    for more in more_paths if isinstance(more_paths, list) else ():
-        folder = expanded(Path(str(more)), "data.more_paths")
-        files += list_files(folder, data.get("follow_links") is True)[0] if kind_of(folder) == "folder" else []
+    files, others = list_files(path, options.follow_links)
+    for more in options.more_paths:
+        folder = expanded(more, "data.more_paths")
+        files += list_files(folder, options.follow_links)[0] if kind_of(folder) == "folder" else []
     splits = split_folders(path)
     if len(splits) == 2:
         files = [file for file in files if file.is_relative_to(splits[0])]
@@ -115,7 +107,7 @@ def _of_files(path: Path, data: Mapping[str, Any], channels: int | None) -> Data
     kinds = []
     for file in files[:: -(-len(files) // _SAMPLED)]:
         try:
-            kinds.append(image_kind(file, channels))
+            kinds.append(image_kind(file, options.channels))
         except BrokenImageError:
             continue  # loading the data names the files that cannot be read
     usual = usual_size(kinds)
@@ -123,9 +115,8 @@ def _of_files(path: Path, data: Mapping[str, Any], channels: int | None) -> Data
     side = max((size for size in _SIZES if size <= shorter[len(shorter) // 2]), default=_SIZES[0])
     if usual is not None and _LEAST_SIDE <= usual[0] == usual[1] <= _SIZES[-1]:
         side = usual[0]
-    has_labels = data.get("labels") is not None and data.get("label_column", "label") is not None
-    labelled = data["name"] == "folder" or has_labels
+    labelled = options.name == "folder" or (options.labels is not None and options.label_column is not None)
     count = len(files)
     if labelled and len(splits) < 2:
-        count -= round(count * DataOptions.model_fields["test_fraction"].default)  # those become the test set
-    return DataSummary(count, channels or usual_channels(kinds), side, labelled, from_files=True)
+        count -= round(count * options.test_fraction)  # those become the test set
+    return DataSummary(count, options.channels or usual_channels(kinds), side, labelled, from_files=True)

@@ -261,8 +261,8 @@ def test_several_folders_are_one_set_and_each_can_be_a_client(tmp_path):
     ):
         with pytest.raises(UserError, match=says):
             load(tmp_path / "north", more_paths=[tmp_path / folder])
-    for wrong in (5, "south", [5]):  # what the recipe's checks refuse
-        assert summarise({"name": "images", "path": str(tmp_path / "north"), "more_paths": wrong}).images == 2
+    for wrong in (5, "south"):  # what the recipe's checks refuse
+        assert summarise({"name": "images", "path": str(tmp_path / "north"), "more_paths": wrong}) is None
     with pytest.raises(ValueError, match=r"more_paths is for name=images"):
         DataOptions(name="npz", path=tmp_path / "a.npz", more_paths=[tmp_path])
 
