@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from flwr.proto.control_pb2 import ListNodesResponse
 from flwr.proto.node_pb2 import NodeInfo
 
-from fedssl.deploy import connected_sites, site_check
+from fedssl.deploy import registered_keys, site_check
 from fedssl.deploy.certificates import Authority
 from fedssl.deploy.keys import server_key
 from fedssl.deploy.site_check import Check, check_site
@@ -215,7 +215,7 @@ def test_of_the_servers_folder_the_sites_are_shown(folder, monkeypatch):
         NodeInfo(name="a", status="offline", last_deactivated_at="2026-01-02T09:30:00+00:00", **times),
         NodeInfo(node_id=7, status="online", **times),
     ]
-    monkeypatch.setattr(connected_sites.ControlHttpClient, "ListNodes", lambda *_: ListNodesResponse(nodes_info=nodes))
+    monkeypatch.setattr(registered_keys.ControlHttpClient, "ListNodes", lambda *_: ListNodesResponse(nodes_info=nodes))
     assert {(what, finding): advice is None for what, finding, advice in check_site(folder / "server")} == {
         ("node 7", "connected since 2026-01-02 09:00:00 UTC"): True,
         ("a", "not connected since 2026-01-02 09:30:00 UTC"): False,

@@ -281,8 +281,8 @@ def test_nginx_accepts_the_configuration(tmp_path):
 
 
 @pytest.fixture
-def proxied(tmp_path) -> Iterator[int]:
-    """The port of an nginx, before a server that answers 200 as soon as it has a body."""
+def proxied(request, tmp_path) -> Iterator[int]:
+    """The port of an nginx, before a server that answers 200 as soon as it has a body; its waits may be parameters."""
 
     async def app(scope, receive, send):
         while (await receive()).get("more_body"):
@@ -298,6 +298,9 @@ def proxied(tmp_path) -> Iterator[int]:
     thread.start()
     poll(lambda: server.started, "the server listens")
     path = write_reverse_proxy(tmp_path, port, f"127.0.0.1:{inner}")
+    for before, after in getattr(request, "param", {}).items():
+        assert before in path.read_text()
+        path.write_text(path.read_text().replace(before, after))
     nginx = subprocess.Popen(["nginx", "-c", str(path), "-g", "daemon off;"])
     poll(lambda: is_listening(port), "nginx listens")
     yield port
@@ -324,6 +327,27 @@ def test_slow_posts_without_a_key_do_not_cut_off_a_site_of_the_same_address(prox
             connection.sendall(head.encode())
         assert post(proxied, tmp_path / "ca.crt", "/v1/fleet/pull-messages", 9) == 503  # without a key, like them
         assert post(proxied, tmp_path / "ca.crt", "/v1/fleet/pull-messages", 9, {"flwr-public-key": site}) == 200
+
+
+@needs_tools
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+@pytest.mark.parametrize(
+    "proxied",
+    [{"header_timeout 10s": "header_timeout 1s", "keepalive_timeout 15s": "keepalive_timeout 2s"}],
+    indirect=True,
+)
+def test_connections_without_a_request_and_headers_that_do_not_end_are_ended(proxied, tmp_path):
+    """From the start, and after a request that was answered."""
+    context = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    head = b"POST /v1/fleet/push-object HTTP/1.1\r\nhost: a\r\n"
+    whole = head + b"content-length: 0\r\n\r\n"
+    for first, then in ((b"", b""), (b"", head), (whole, b""), (whole, head)):
+        raw = socket.create_connection(("localhost", proxied), timeout=60)
+        with context.wrap_socket(raw, server_hostname="localhost") as connection:
+            connection.sendall(first)
+            assert not first or connection.recv(2**16).startswith(b"HTTP/1.1 200")
+            connection.sendall(then)
+            assert connection.recv(1) == b""
 
 
 @pytest.mark.parametrize(
