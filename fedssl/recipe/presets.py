@@ -22,7 +22,6 @@ from ..untrusted import PART_KEYS
 from .overrides import apply_override, part_name, with_paths_from
 
 PAPER = "paper:"
-_ONE_ARCHITECTURE = "architectures."  # how an override of one begins
 
 _SHARE_OF_RUN = 0.05  # of the time, for evaluation
 # Forward passes of the encoder that training takes for each image: 8 of BYOL (two views forward and backward, and two
@@ -94,7 +93,7 @@ class AppliedPreset(NamedTuple):
 
 
 def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
-    """Return a recipe's mapping with overrides, but those of one architecture, and its parts as mappings; run no code.
+    """Return a recipe's mapping with overrides, and its parts as mappings; run no code.
 
     Raises:
         UserError: an override does not fit; the message calls the recipe `source`.
@@ -102,8 +101,7 @@ def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str
     values = copy.deepcopy(values)
     try:
         for override in overrides:
-            if not override.startswith(_ONE_ARCHITECTURE):
-                apply_override(values, override)
+            apply_override(values, override)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     list(parts_in(values))
@@ -119,15 +117,10 @@ def apply_preset(values: dict[str, Any], overrides: Sequence[str], source: str) 
         UserError: an override does not fit, the preset is unknown, or no preset is named and the data cannot be read.
     """
     values = with_overrides(values, overrides, source)
-    # `architectures.0=...` changes one entry of a list that may be the preset's
-    later = [override for override in overrides if override.startswith(_ONE_ARCHITECTURE)]
     try:
-        applied = _fill_in_preset(values)
-        for override in later:
-            apply_override(applied.values, override)
+        return _fill_in_preset(values)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
-    return applied
 
 
 def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:

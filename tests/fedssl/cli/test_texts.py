@@ -85,13 +85,13 @@ def test_a_list_has_one_line_for_each_under_its_paper(fedssl, kind):
 
 
 def test_show_tells_value_origin_and_meaning_of_every_key(fedssl):
-    code, out, _ = fedssl("show", "hetero_ssfl", "rounds=2", "training.learning_rate=1e-3", "architectures.0=resnet18")
+    code, out, _ = fedssl("show", "hetero_ssfl", "rounds=2", "training.learning_rate=1e-3", "architectures=[resnet18]")
     assert code == 0
     assert max(map(len, out.splitlines()[:-1])) <= 80  # the last line is to be pasted
     text = " ".join(out.split())
     assert "rounds = 2 (override) rounds of the whole run [integer >= 1]" in text
     assert "training.learning_rate = 0.001 (override)" in text
-    assert "small_resnet18] (override)" in text
+    assert "architectures = [resnet18] (override)" in text
     assert "training.local_epochs = 3 (preset)" in text
     assert "training.momentum = 0.9 (default)" in text
     assert "[sgd, adam or adamw]" in text

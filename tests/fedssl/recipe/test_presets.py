@@ -216,5 +216,5 @@ def test_a_preset_does_not_run_the_code_of_a_part_that_is_not_trusted(preset, ke
     values = {"objective": "byol", "preset": preset} | {key: ["./evil.py"] if many else "./evil.py"}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(UserError, match=r"r\.yaml names the part .*evil\.py, whose code would be run"):
-        load_recipe(tmp_path / "r.yaml", ["rounds=2", "architectures.0=small_resnet10"])
+        load_recipe(tmp_path / "r.yaml", ["rounds=2", "architectures=[small_resnet10]"])
     assert not (tmp_path / "ran").exists()
