@@ -313,6 +313,7 @@ def proxied(request, tmp_path) -> Iterator[int]:
 
 @needs_tools
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+@pytest.mark.parametrize("proxied", [{"client_body_timeout 10s": "client_body_timeout 600s"}], indirect=True)
 def test_slow_posts_without_a_key_do_not_cut_off_a_site_of_the_same_address(proxied, tmp_path):
     """They say no key, a short one, or a stranger's."""
     context = ssl.create_default_context(cafile=tmp_path / "ca.crt")
