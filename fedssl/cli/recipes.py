@@ -142,13 +142,6 @@ def partition(
 def cost(
     recipe: RecipeName,
     overrides: Overrides = None,
-    newcomers: Annotated[
-        bool,
-        Option(
-            "--newcomers",
-            help="Count every client as taking part for the first time in every round, which gives the most traffic.",
-        ),
-    ] = False,
     rounds: Annotated[
         Path | None, Option(help="Also write the figures of every client in every round into this CSV file.")
     ] = None,
@@ -162,7 +155,7 @@ def cost(
 
     if rounds is not None:
         require_file_name(rounds)
-    costs = estimate(build_federation(load_recipe(recipe, overrides or (), trust=trust)), newcomers)
+    costs = estimate(build_federation(load_recipe(recipe, overrides or (), trust=trust)))
     console.print(format_costs(costs), highlight=False)
     print_text(
         "Memory is that of the largest client's step: parameters, gradients, optimiser state and what the forward pass "

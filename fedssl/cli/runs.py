@@ -199,8 +199,8 @@ def run_table(
 ) -> None:
     """Run every recipe of a table with every seed, and write the table.
 
-    The same command continues an interrupted table; finished cells are kept. A table of kind `resources` trains
-    nothing and counts what each row needs. One with the key `sweep` first chooses the options of its rows.
+    The same command continues an interrupted table; finished cells are kept. A table with the key `sweep` first
+    chooses the options of its rows.
     """
     from ..tables.sweep import run_sweep, trials_of
     from ..tables.table import load_table
@@ -213,11 +213,6 @@ def run_table(
         dry_run(trials_of(loaded, trust) if loaded.sweep else loaded, overrides or (), note=print_text)
         folder = ["--output", str(output)] if output else []
         print_next("sweep" if loaded.sweep else "run-table", table, *(overrides or ()), *folder, *trusted(trust))
-        return
-    if loaded.kind == "resources":
-        from ..tables.resources import run_resource_table
-
-        run_resource_table(loaded, path, overrides or (), note=print_text)
         return
     try:
         run_sweep(loaded, path, overrides or (), jobs, print_text, part, trust)

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
-from torch import Tensor
 
+from ..accounting import StepCost
+from ..aggregators.base import PUBLIC_IMAGES
+from ..client import Client
 from ..errors import UserError
 from ..federation import Federation, build_federation
 from ..messages import Message
 from ..recipe.recipe import Recipe
 from ..training import SMALLEST_RATE, steps_of_round
+from .durations import format_duration
 from .rounds import evaluate_after
-from .time_left import format_duration
 
 #: for which steps are timed before a run, and where its number of rounds follows from them
 SECONDS, _SECONDS_FOR_ROUNDS = 1.0, 3.0
 _SHORT = 60.0  # seconds of a run of which nothing is said
-#: of what is timed; the public images are more where a regularizer has a larger batch of them
-_SMALLEST_BATCH, _MOST_STEPS, FEWEST_PUBLIC_IMAGES = 16, 1000, 8
+#: of what is timed; in a step the public images are more where a regularizer has a larger batch of them
+_SMALLEST_BATCH, _MOST_STEPS, _FEWEST_PUBLIC_IMAGES = 16, 1000, 8
 _TIMED = {"local_steps": _MOST_STEPS, "learning_rate": SMALLEST_RATE, "stop_at_collapse": False}
 #: a central run's rounds are pauses at which its state is kept: as many as are worth looking at
 _FEWEST_PAUSES, _MOST_PAUSES = 20, 100
@@ -34,67 +35,89 @@ class Pace:
     """What the training of a run takes on this machine."""
 
     step: float  # seconds of a step of a client, the mean over the clients' steps
+    flops: float  # of such a step
     steps: float  # of all clients in one round
     parallel: int  # how many clients train at a time
+    others: float = 0.0  # seconds of a round in which public images are represented and the server aggregates
+    before: float = 0.0  # seconds before the first round, in which the same is done and the server may train
+
+    def seconds(self, rounds: int) -> float:
+        """Return the seconds of so many rounds, evaluations left out."""
+        return self.before + rounds * (self.others + self.steps * self.step / self.parallel)
 
 
-def steps_by_architecture(recipe: Recipe, client_rows: Sequence[Tensor]) -> dict[str, float]:
-    """Return the steps of a round, on average over the draws of clients that are sampled or drop out."""
-    clients, steps = recipe.partition.clients, Counter[str]()
-    for k, rows in enumerate(client_rows):
-        steps[recipe.architecture_of(k)] += steps_of_round(recipe.training, len(rows))
-    answering = (recipe.clients_per_round or clients) / clients * (1 - recipe.client_dropout)
-    return {architecture: answering * count for architecture, count in steps.items()}
-
-
-def step_seconds(federation: Federation, k: int, seconds: float) -> float:
-    """Return the seconds of client k's step, the mean of steps that take about so many `seconds` in all.
+def step_cost(federation: Federation, k: int, seconds: float) -> tuple[float, float]:
+    """Return the seconds and operations of client k's step, the mean of steps of about so many `seconds` in all.
 
     The first step of a round is left out, as it is counted and takes longer. Where a whole batch takes long a smaller
     one is timed, and the whole one takes as much longer as it has more images; where no second step fits, it is at most
     what the first one took. Of a schedule's stages it is the mean of the first and the last.
     """
     rounds = (1, federation.method.rounds) if federation.method.schedule.cuts else (1,)
-    return fmean(_step_seconds(federation, k, number, seconds / len(rounds)) for number in rounds)
+    costs = [_step_cost(federation, k, number, seconds / len(rounds)) for number in rounds]
+    return fmean(step for step, _ in costs), fmean(flops for _, flops in costs)
 
 
-def _step_seconds(federation: Federation, k: int, number: int, seconds: float) -> float:
+def _step_cost(federation: Federation, k: int, number: int, seconds: float) -> tuple[float, float]:
     whole = federation.method.training.batch_size
-    size = min(whole, _SMALLEST_BATCH)
-    while True:
+
+    def timed(size: int, steps: int) -> tuple[float, StepCost]:
         small = _with_few_images(federation, size)
-        server = _opened(small, k)
-        _timed(small, server, k, number, 1)  # warms up
-        first = _timed(small, server, k, number, 1)
-        if size == whole or first > seconds / 8:
-            break
-        size = min(whole, 4 * size)
+        client, received = small.client(k, Message()), small.method.broadcast(_opened(small, k), [k], number)[k]
+        began = time.perf_counter()
+        _, cost = small.method.counted_round(client, received, number, most_steps=steps)
+        return _since(began, federation), cost
+
+    def first_step(size: int) -> float:
+        timed(size, 1)  # warms up
+        return timed(size, 1)[0]
+
+    size, first = _largest(first_step, _SMALLEST_BATCH, whole, seconds)
     more = min(_MOST_STEPS - 1, int(seconds / first))
-    step = max(_timed(small, server, k, number, 1 + more) - first, 0.01 * first) / more if more else first
-    return step * whole / size
+    taken, cost = timed(size, 1 + more)
+    step = max(taken - first, 0.01 * first) / more if more else first
+    return step * whole / size, cost.flops * whole / size
 
 
-def _with_few_images(federation: Federation, size: int) -> Federation:
-    """Return the federation with batches of so many images, and the images that some of them take."""
+def _largest(timed: Callable[[int], float], least: int, whole: int, seconds: float) -> tuple[int, float]:
+    """Return a size and its seconds: from `least` on the first that takes an eighth of `seconds`, or the whole."""
+    size = min(whole, least)
+    while (taken := timed(size)) <= seconds / 8 and size < whole:
+        size = min(whole, 4 * size)
+    return size, taken
+
+
+def _since(began: float, federation: Federation) -> float:
+    if federation.device.type == "cuda":
+        torch.cuda.synchronize(federation.device)
+    return time.perf_counter() - began
+
+
+def _with_few_images(federation: Federation, size: int, public_images: int = 0) -> Federation:
+    """Return the federation with batches of so many images, the images of some of them, and so many public images.
+
+    By default there are as many public images as a step takes.
+    """
     method, dataset, whole = federation.method, federation.dataset, federation.method.training.batch_size
     training = method.training.model_copy(update=_TIMED | {"batch_size": size})
     terms = tuple(
         r.model_copy(update={"batch_size": max(2, r.batch_size * size // whole)}) if hasattr(r, "batch_size") else r
         for r in method.regularizers
     )
-    taken = max(FEWEST_PUBLIC_IMAGES, *(getattr(r, "batch_size", 0) for r in terms), 0)
+    taken = public_images or max(_FEWEST_PUBLIC_IMAGES, 0, *(getattr(r, "batch_size", 0) for r in terms))
     public = None if dataset.public_images is None else dataset.public_images[:taken]
+    short = method.with_short_server_training()
     return replace(
         federation,
         dataset=replace(dataset, public_images=public),
         client_rows=[rows[: 8 * size] for rows in federation.client_rows],
-        method=replace(method, training=training, regularizers=terms, public_images=public),
+        method=replace(short, training=training, regularizers=terms, public_images=public, transport="float32"),
     )
 
 
 def _opened(federation: Federation, k: int) -> Message:
     """Return the server's state after the opening round, if there is one, of client k alone."""
-    method = federation.method.with_short_server_training()
+    method = federation.method
     server = method.initial_state()
     if not method.opening_round:
         return server
@@ -102,29 +125,77 @@ def _opened(federation: Federation, k: int) -> Message:
     return method.aggregate(server, {k: method.client_round(federation.client(k, Message()), received, 0)}, 0)
 
 
-def _timed(federation: Federation, server: Message, k: int, number: int, steps: int) -> float:
-    """Return the seconds of client k's first steps in a round."""
-    client, received = federation.client(k, Message()), federation.method.broadcast(server, [k], number)[k]
+def _opening_seconds(federation: Federation, k: int, seconds: float) -> float:
+    """Return the seconds of client k's opening round, by as many public images as that time holds.
+
+    What it sends in it, it sends again in later rounds.
+    """
+    public = federation.dataset.public_images
+    whole = _FEWEST_PUBLIC_IMAGES if public is None else len(public)
+
+    def timed(count: int) -> float:
+        small = _with_few_images(federation, _SMALLEST_BATCH, count)
+        client, method = small.client(k, Message()), small.method
+        received = method.broadcast_opening(method.initial_state(), [k])[k]
+        began = time.perf_counter()
+        method.client_round(client, received, 0)
+        return _since(began, federation)
+
+    count, taken = _largest(timed, _FEWEST_PUBLIC_IMAGES, whole, seconds)
+    return taken * whole / count
+
+
+def _server_seconds(federation: Federation) -> float:
+    """Return the seconds in which the server joins the clients' answers and makes messages of them.
+
+    The answers are those of an opening round, by one client of each architecture on few public images, with random
+    numbers in place of what all public images would give.
+    """
+    small, everyone = _with_few_images(federation, _SMALLEST_BATCH), list(range(len(federation.client_rows)))
+    method, server = replace(federation.method, transport="float32"), small.method.initial_state()
+    sent = small.method.broadcast_opening(server, everyone)
+    clients: dict[str, Client] = {}
+    replies = {}
+    for k in everyone:
+        name = federation.recipe.architecture_of(k)
+        client = clients[name] = replace(clients[name], index=k) if name in clients else small.client(k, Message())
+        reply = replies[k] = small.method.client_round(client, sent[k], 0)
+        for aggregator in method.aggregators:
+            for name, shape in (aggregator.expected(server, k, []) or {}).items():
+                if shape[0] == PUBLIC_IMAGES:
+                    reply.tensors[name] = torch.randn(method.sizes[PUBLIC_IMAGES], *reply.tensors[name].shape[1:])
     began = time.perf_counter()
-    federation.method.counted_round(client, received, number, most_steps=steps)
-    if federation.device.type == "cuda":
-        torch.cuda.synchronize(federation.device)
+    method.broadcast(method.aggregate(server, replies, 0), everyone, 1)
     return time.perf_counter() - began
 
 
 def measure_pace(federation: Federation, seconds: float) -> Pace:
     """Train models that are thrown away about so long; the run's own numbers stay as they were."""
-    recipe, threads = federation.recipe, torch.get_num_threads()
-    parallel = min(recipe.clients_parallel, recipe.clients_per_round or recipe.partition.clients)
-    steps = steps_by_architecture(recipe, federation.client_rows)
-    first = {recipe.architecture_of(k): k for k in reversed(range(recipe.partition.clients))}
+    recipe, method, threads = federation.recipe, federation.method, torch.get_num_threads()
+    clients = recipe.partition.clients
+    parallel = min(recipe.clients_parallel, recipe.clients_per_round or clients)
+    answering = (recipe.clients_per_round or clients) / clients * (1 - recipe.client_dropout)
+    owners: dict[str, list[int]] = {}
+    for k in range(clients):
+        owners.setdefault(recipe.architecture_of(k), []).append(k)
+    steps, training, flops, sending = 0, 0.0, 0.0, 0.0  # of all clients, one after another
     torch.set_num_threads(max(1, threads // parallel))
     try:
-        taken = {name: step_seconds(federation, first[name], seconds / len(steps)) for name in steps}
+        for owned in owners.values():
+            count = sum(steps_of_round(recipe.training, len(federation.client_rows[k])) for k in owned)
+            step, flops_of_step = step_cost(federation, owned[0], seconds / len(owners))
+            steps, training, flops = steps + count, training + count * step, flops + count * flops_of_step
+            if method.opening_round:
+                sending += len(owned) * _opening_seconds(federation, owned[0], seconds / len(owners))
     finally:
         torch.set_num_threads(threads)
-    in_all = sum(steps.values())
-    return Pace(sum(steps[name] * taken[name] for name in steps) / in_all, in_all, parallel)
+    server = _server_seconds(federation) if method.opening_round else 0.0
+    before = server + sending / parallel
+    if method.public_images is not None:
+        passes = sum(getattr(aggregator, "epochs", 0) for aggregator in method.aggregators if aggregator.trains)
+        before += passes * max(1, len(method.public_images) // recipe.training.batch_size) * training / steps
+    others = server + answering * sending / parallel
+    return Pace(training / steps, flops / steps, answering * steps, parallel, others, before)
 
 
 def told_duration(federation: Federation) -> str | None:
@@ -134,7 +205,7 @@ def told_duration(federation: Federation) -> str | None:
         return None
     for seconds in (0.0, SECONDS):  # the first steps alone tell that most short runs are short
         pace = measure_pace(federation, seconds)
-        in_all = recipe.rounds * pace.steps * pace.step / pace.parallel
+        in_all = pace.seconds(recipe.rounds)
         if in_all < _SHORT:
             return None
     return f"training takes about {format_duration(in_all)} on this machine, by timed steps; evaluations come on top"
@@ -164,12 +235,12 @@ def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
         )
     federation = build_federation(recipe)
     pace, evaluations = measure_pace(federation, _SECONDS_FOR_ROUNDS), _evaluation_seconds(federation)
-    left = max(0.0, 60 * minutes - (time.perf_counter() - began) - evaluations)
-    steps = max(1, int(left * pace.parallel / pace.step))
+    left = max(0.0, 60 * minutes - (time.perf_counter() - began) - evaluations - pace.before)
+    held = left / (pace.seconds(1) - pace.before)
     if not recipe.local_update.keeps_optimizer:
-        return recipe.model_copy(update={"rounds": max(1, int(steps / pace.steps))})
+        return recipe.model_copy(update={"rounds": max(1, int(held))})
     steps_of_pass = len(federation.client_rows[0]) // recipe.training.batch_size
-    steps = max(1, steps // recipe.partition.clients)
+    steps = max(1, int(held * pace.steps / recipe.partition.clients))
     passes_of_round = max(1, -(-steps // (steps_of_pass * _MOST_PAUSES)))
     local_steps = None
     rounds = steps // (steps_of_pass * passes_of_round)

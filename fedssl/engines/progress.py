@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from rich.text import Text
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import MetricRow
 from ..untrusted import printable
+from .durations import format_duration
 from .observers import Observer
-from .rounds import evaluation_due
-from .time_left import TimeLeft, format_duration
+
+_LAST_ROUNDS = 5  # that the time left follows from: a schedule's later stages may take longer than its first
 
 
 class ProgressBars(Observer):
@@ -23,9 +25,11 @@ class ProgressBars(Observer):
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):  # seconds
         self.console, self._clock = console, clock
-        self._images: int | None = None  # of the round that is in training
+        self._images = 0  # of the round that is in training
         self._images_per_second: float | None = None
-        self._end: float | None = None  # when the run will end, by the clock
+        self._evaluation = 0.0  # seconds of the one before training, as long as which the last one takes
+        self._ends = deque[float](maxlen=_LAST_ROUNDS + 1)  # of the last rounds, by the clock; first a begin
+        self._end: float | None = None  # of the run
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
         columns += [_SpeedColumn(), TextColumn("{task.fields[status]}")]
         self.bars = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -40,14 +44,13 @@ class ProgressBars(Observer):
         self.bars.stop()
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
-        self.total = recipe.rounds
-        self._evaluated = [number for number in range(first_round, recipe.rounds + 1) if evaluation_due(recipe, number)]
-        self._time_left = TimeLeft(recipe.rounds - max(first_round, 1) + 1, len(self._evaluated))
-        self._update_speed()
+        self.total, self._began = recipe.rounds, self._clock()
         self.bars.update(self.rounds, total=recipe.rounds, completed=max(0, first_round - 1))
 
     def training_began(self, number: int, images: Sequence[int]) -> None:
         self._images, self._began = sum(images), self._clock()
+        if not self._ends:
+            self._ends.append(self._began)
 
     def client_began(self, number: int, client: int, done: int, clients: int) -> None:
         self.bars.update(self.clients, total=clients, completed=done, status=f"client {client}")
@@ -58,9 +61,8 @@ class ProgressBars(Observer):
         self.note(f"evaluating after round {number}")
 
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
-        if number in self._evaluated:
-            self._time_left.evaluated(self._clock() - self._began)
         self._end_training()
+        self._tell_end(number)
         means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
         status = "  ".join(f"{name} {means[name]:.4g}" for name in ("loss", "cka", "knn", "epsilon") if name in means)
         self.bars.update(self.rounds, completed=number, status=status)
@@ -80,15 +82,19 @@ class ProgressBars(Observer):
         self.console.print(printable(text), highlight=False, markup=False)
 
     def _end_training(self) -> None:
-        if self._images is not None:
-            self._time_left.trained(self._clock() - self._began, self._images)
-        self._images = None
-        self._update_speed()
+        if self._images:
+            self._images_per_second = self._images / max(self._clock() - self._began, 1e-9)
+        self._images = 0
 
-    def _update_speed(self) -> None:
-        left = self._time_left.seconds()
-        self._images_per_second = self._time_left.images_per_second()
-        self._end = None if left is None else self._clock() + left
+    def _tell_end(self, number: int) -> None:
+        """Set when the run ends: its rounds take the mean of the last ones, with the evaluations between them."""
+        now = self._clock()
+        if number == 0:
+            self._evaluation = now - self._began
+            return
+        self._ends.append(now)
+        left = (self.total - number) * (now - self._ends[0]) / max(len(self._ends) - 1, 1)
+        self._end = now + left + (self._evaluation if left else 0.0)
 
     def _speed(self) -> str:
         """Return what is known of the speed and the time left, such as "850 images/s  12 min left"."""

@@ -16,9 +16,8 @@ from statistics import fmean
 from matplotlib.ticker import EngFormatter
 from rich.table import Table as TextTable
 
-from ..accounting import StepCost, StepCounter
+from ..accounting import StepCost
 from ..client import Client
-from ..data.pixels import normalize
 from ..data.stored_images import rows_in_place
 from ..federation import Federation
 from ..messages import Message, from_transport
@@ -38,17 +37,12 @@ class RoundCost:
     flops: dict[int, int]  # of the whole round, of the clients that answer
     bytes_down: dict[int, int]  # to the clients that are asked
     bytes_up: dict[int, int]  # from the clients that answer
-    one_view_flops: dict[int, int]  # of one image's pass through the online network; the LW-FedSSL paper counts them
 
 
-def estimate(federation: Federation, newcomers: bool = False) -> list[RoundCost]:
+def estimate(federation: Federation) -> list[RoundCost]:
     """Return the resources of every round, in order, with the opening round first if there is one.
 
     Clients are sampled and drop out as in the run itself; refusals by the guard are not predicted.
-
-    Args:
-        newcomers: count as if every client took part for the first time in every round. This is the most that layers
-            which arrive late can cost (the LW-FedSSL paper's worst case, section 4.3).
 
     Raises:
         UserError: a step fails, for instance because its loss is not finite.
@@ -74,12 +68,10 @@ def estimate(federation: Federation, newcomers: bool = False) -> list[RoundCost]
                 {k: count.step.flops * steps_of_round(method.training, len(rows[k])) for k, count in counts.items()},
                 {k: message.num_bytes for k, message in sent.items()},
                 {k: count.bytes_up for k, count in counts.items()},
-                {k: count.one_view_flops for k, count in counts.items()},
             )
         )
-        if not newcomers:
-            last_stages |= dict.fromkeys(answering, stage)
-            server = _next_state(method, server, {k: count.reply for k, count in counts.items()}, number)
+        last_stages |= dict.fromkeys(answering, stage)
+        server = _next_state(method, server, {k: count.reply for k, count in counts.items()}, number)
     return costs
 
 
@@ -104,7 +96,6 @@ class _Count:
     reply: Message | None
     bytes_up: int
     step: StepCost
-    one_view_flops: int
 
 
 class _Counter:
@@ -130,7 +121,7 @@ class _Counter:
             self.opened[k] = client.memory
         up = {k: reply.num_bytes for k, reply in replies.items()}
         down = {k: message.num_bytes for k, message in sent.items() if message.num_bytes}
-        return self.method.aggregate(server, replies, 0), RoundCost(0, 0, {}, {}, down, up, {})
+        return self.method.aggregate(server, replies, 0), RoundCost(0, 0, {}, {}, down, up)
 
     def count(self, k: int, received: Message, number: int, stage: int, last_stage: int | None) -> _Count:
         """Return what client k's part in a round takes, who took part before in `last_stage`; each kind counts once."""
@@ -152,8 +143,7 @@ class _Counter:
                 client.memory = self.memories[past, last_stage if self.compares_stages else None].copy()
             reply, step = self.method.counted_round(client, received, number, most_steps=0)
             self.memories.setdefault((past, stage if self.compares_stages else None), client.memory)
-            one_view = self._one_view(client, number)
-            self.counts[kind] = _Count(None if self.only_weights else reply, reply.num_bytes, step, one_view)
+            self.counts[kind] = _Count(None if self.only_weights else reply, reply.num_bytes, step)
         return self.counts[kind]
 
     def _client(self, index: int) -> Client:
@@ -165,14 +155,6 @@ class _Counter:
         data, rows = self.federation.dataset, self.federation.client_rows[index]
         images, labels = rows_in_place(data.train_images, rows), data.train_labels[rows]
         return Client(index, images, labels, data.public_images, self.models[name])
-
-    def _one_view(self, client: Client, number: int) -> int:
-        self.method.schedule.prepare(client.model, self.method.plan(client.model, number))
-        client.model.eval()  # a single image has no batch statistics
-        counter = StepCounter(client.model)
-        with counter.forward():
-            client.model.represent(normalize(client.images[:1].to(client.model.device)))
-        return counter.flops
 
 
 def totals(costs: Sequence[RoundCost]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from ..data.files import notify
-from ..engines.time_left import format_duration
+from ..engines.durations import format_duration
 from ..errors import UserError
 from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated, metric_title
 from ..evaluation.verdict import verdict

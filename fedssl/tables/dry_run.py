@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.datasets import Dataset, load_dataset
 from ..data.files import expanded, kind_of, list_files, split_folders
 from ..data.options import SOURCES, DataOptions
-from ..data.partitions import PartitionOptions, deal
 from ..data.summary import summarise
-from ..engines.pace import FEWEST_PUBLIC_IMAGES, SECONDS, step_seconds, steps_by_architecture
-from ..engines.time_left import format_duration
+from ..engines.durations import format_duration
+from ..engines.pace import SECONDS, measure_pace
 from ..errors import UserError
 from ..evaluation.evaluate import EvaluationOptions
 from ..evaluation.metrics import short_title
 from ..federation import build_federation
 from ..recipe.overrides import read_values
 from ..recipe.recipe import Recipe
-from ..recipe.rules import check_shares, public_image_users
-from ..reports.cost import estimate, format_flops
+from ..recipe.rules import public_image_users
+from ..reports.cost import format_flops
 from .files import Note, plain_table
-from .resources import noise_images
 from .table import ExpectedData, Table, TableRow, TableScenario, cell_recipe
 
 _PLACEHOLDER = "data.path=the-path-that-is-not-given"
+#: where the recipe does not say how many there are, as many as Hetero-SSFL's paper has
+_PUBLIC_IMAGES = 5000
 
 
 def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda text: None) -> None:
     """List what `run_table` would run: rows, scenarios and seeds, operations, hours on this machine, paper's figures.
 
-    The data may be missing: see `training_data`. Each kind of step is counted as by `fedssl cost` and timed as before a
-    run (engines/pace.py). The evaluation and the server's work are left out.
+    The data may be missing: see `training_data`. What a run takes is counted and timed as before the run itself
+    (engines/pace.py). The evaluation is left out.
 
     Raises:
         UserError: a recipe is refused, the data cannot be read, or a step fails.
     """
-    if table.kind == "resources":
-        _list_resources(table, overrides, note)
-        return
     runs = len(table.rows) * len(table.all_scenarios) * len(table.seeds)
     seeds = ", ".join(map(str, table.seeds))
     note(
         f"{table.name}: {runs} runs: {len(table.rows)} rows x {len(table.all_scenarios)} scenarios x "
         f"{len(table.seeds)} seeds ({seeds}). Nothing is run or written."
     )
-    known_steps: KnownSteps = {}
     all_costs: list[RunCost | None] = []
     missing: dict[str, None] = {}
     for scenario in table.all_scenarios:
@@ -60,7 +57,7 @@ def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda tex
             missing |= dict.fromkeys(missing_data)
             data = training_data(recipe.data, recipe.seed, scenario.expected_data or table.expected_data)
             try:
-                costs.append(None if data is None else run_cost(recipe, data, known_steps))
+                costs.append(None if data is None else run_cost(recipe, data))
             except UserError as error:
                 raise UserError(f"row {row.label!r}: {error}") from error
         note("\n" + "\n".join([scenario.label, _scenario_table(table, scenario, costs)]).lstrip("\n"))
@@ -68,17 +65,6 @@ def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda tex
     if missing:
         note("\nMissing for a run: " + "; ".join(missing) + ".")
     _note_total(table, all_costs, note)
-
-
-def _list_resources(table: Table, overrides: Sequence[str], note: Note) -> None:
-    for row in table.rows:
-        cell_recipe(table, row, table.seeds[0], overrides)
-    note(
-        f"{table.name}: {len(table.rows)} rows, which are counted and not trained: it takes some seconds a row. "
-        "Nothing is run or written."
-    )
-    lines = [[row.label, *(table.paper.get(row.label, {}).get(m, "-") for m in table.metrics)] for row in table.rows]
-    note("\n" + plain_table(["row", *(f"paper: {metric}" for metric in table.metrics)], lines))
 
 
 def _recipe_and_missing_data(
@@ -134,9 +120,9 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
         in_all = f"{format_flops(flops)} FLOPs, {format_duration(seconds)} on this machine with {device}"
         note(f"\nIn all{left_out}: {in_all}, one run at a time.")
         note(
-            "Estimated from steps on images of noise, which are counted (a multiply-add is two FLOPs) and timed, at a "
-            "smaller batch where a whole one takes long. The evaluation, fine-tuning included, and the server's work "
-            "are not in it."
+            "Estimated from steps that are counted (a multiply-add is two FLOPs) and timed, at a smaller batch where a "
+            "whole one takes long, and on images of noise where the data are not read. The evaluation, fine-tuning "
+            "included, is not in it."
         )
     if not any(scenario.paper for scenario in table.all_scenarios):
         note("The paper prints no figures for this table, or the table holds none.")
@@ -145,7 +131,7 @@ def _note_total(table: Table, all_costs: Sequence[RunCost | None], note: Note) -
 def training_data(options: DataOptions, seed: int, expected: ExpectedData | None) -> Dataset | None:
     """Return the training images that `options` name; None if the data is missing and `expected` is None.
 
-    Digits and .npz files are read; all other images have no pixels. The sizes of torchvision's data sets are known.
+    Digits and .npz files are read; all other images are noise. The sizes of torchvision's data sets are known.
     Image files are counted and not opened, so all are taken to be usable and their classes to be equally large. Public
     images may be missing.
     """
@@ -164,9 +150,9 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     count = size.images - options.public_holdout
     count = count if options.train_limit is None else min(count, options.train_limit)
     labels = torch.arange(max(0, count)) % size.classes
-    no_pixels = torch.zeros((), dtype=torch.uint8).expand(len(labels), *shape)
+    noise = _noise(len(labels), shape)
     names = tuple(map(str, range(size.classes))) if size.classes > 1 else ()
-    return Dataset(options.name, no_pixels, labels, no_pixels[:0], labels[:0], names, None)
+    return Dataset(options.name, noise, labels, noise[:0], labels[:0], names, None)
 
 
 def _counted_files(options: DataOptions) -> ExpectedData:
@@ -186,69 +172,33 @@ def _counted_files(options: DataOptions) -> ExpectedData:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Cost of the local training of one run, on average over the draws of clients that are sampled or drop out."""
+    """Cost of the training of one run, on average over the draws of clients that are sampled or drop out."""
 
     steps: float  # of all clients in all rounds
-    flops: float  # as `fedssl cost` counts them; a multiply-add counts as two
-    seconds: float  # on this machine, one client after another
+    flops: float  # of these steps; a multiply-add counts as two
+    seconds: float  # on this machine
 
 
-#: operations of a step in each round, and its seconds, by kind of step; later rounds equal the last one
-KnownSteps = dict[str, tuple[list[int], float]]
-
-
-def run_cost(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> RunCost:
-    """Return what a run takes. Kinds of steps that `known_steps` lacks are counted, timed and added to it.
+def run_cost(recipe: Recipe, data: Dataset) -> RunCost:
+    """Return what the training of a run takes, on as many public images of noise as the recipe asks for.
 
     Raises:
         UserError: the recipe does not fit the data, a client has fewer images than a batch, or a step fails.
     """
     if not recipe.schedule.trains:
         return RunCost(0.0, 0.0, 0.0)
-    client_rows = deal(data, recipe.partition, recipe.seed)
-    check_shares(recipe, client_rows, None)
-    steps = steps_by_architecture(recipe, client_rows)
-    flops = seconds = 0.0
-    for name, steps_of_round in steps.items():
-        by_round, step = _step_costs(_with_one_client(recipe, name), data, known_steps)
-        flops += steps_of_round * (sum(by_round[: recipe.rounds]) + by_round[-1] * (recipe.rounds - len(by_round)))
-        seconds += steps_of_round * recipe.rounds * step
-    return RunCost(recipe.rounds * sum(steps.values()), flops, seconds)
+    if public_image_users(recipe):
+        count = recipe.data.public_holdout or recipe.data.public_limit or _PUBLIC_IMAGES
+        data = replace(data, public_images=_noise(count, tuple(data.train_images.shape[1:])))
+    alone = {"engine": "in-process", "evaluation": EvaluationOptions()}
+    pace = measure_pace(build_federation(recipe.model_copy(update=alone), data), SECONDS)
+    steps = recipe.rounds * pace.steps
+    return RunCost(steps, steps * pace.flops, pace.seconds(recipe.rounds))
 
 
-def _with_one_client(recipe: Recipe, architecture: str) -> Recipe:
-    """Return the recipe with one client of an architecture, and the fewest rounds that have all kinds of steps."""
-    # at any rate and in any number a step takes as long
-    one_epoch = {"local_epochs": 1, "local_steps": None, "learning_rate_schedule": "constant", "learning_rate": 1.0}
-    changes = {
-        "name": "made up",
-        "description": "",
-        "seed": 0,
-        "clients_per_round": None,
-        "client_dropout": 0.0,
-        "engine": "in-process",
-        "architectures": [architecture],
-        "partition": PartitionOptions(name="iid", clients=1),
-        "evaluation": EvaluationOptions(),
-        "training": recipe.training.model_copy(update=one_epoch),
-        # without stages, all rounds but the first take the same
-        "rounds": recipe.rounds if recipe.schedule.cuts else min(2, recipe.rounds),
-    }
-    return recipe.model_copy(update=changes)
-
-
-def _step_costs(recipe: Recipe, data: Dataset, known_steps: KnownSteps) -> tuple[list[int], float]:
-    """Return the operations of a step of the recipe's only client in each round, and a step's seconds."""
-    values = recipe.model_dump(mode="json", exclude={"data", "preset", "local_update", "guard", "flower"})
-    if all(aggregator.exchanges_weights for aggregator in recipe.aggregators):
-        del values["aggregators"]  # the client loads the averaged weights alike, however they are averaged
-    channels, height, width = data.train_images.shape[1:]
-    shape, classes = (channels, height, width), max(1, len(data.class_names))
-    kind = json.dumps([values, shape, classes if recipe.objective.needs_labels else 0], sort_keys=True)
-    if kind not in known_steps:
-        batches = [getattr(regularizer, "batch_size", 0) for regularizer in recipe.regularizers]
-        public = max(FEWEST_PUBLIC_IMAGES, *batches) if public_image_users(recipe) else 0
-        federation = build_federation(recipe, noise_images(recipe.training.batch_size, shape, classes, public))
-        flops = [cost.step[0].flops for cost in estimate(federation) if cost.number]
-        known_steps[kind] = flops, step_seconds(federation, 0, SECONDS)
-    return known_steps[kind]
+def _noise(count: int, shape: tuple[int, ...]) -> Tensor:
+    """Return so many images of noise, uint8 [count, *shape]; neighbours share their pixels, which takes no memory."""
+    pixels = math.prod(shape)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 256, (count + pixels,), generator=generator, dtype=torch.uint8)
+    return values.unfold(0, pixels, 1)[:count].unflatten(1, shape)

@@ -19,7 +19,7 @@ from ..recipe.reading import parse_recipe, refuse_code
 from ..recipe.recipe import Recipe
 from ..untrusted import NAME_PATTERN, PART_KEYS, TEXT_PATTERN, own_parts
 
-_METRICS = (*(metric.name for metric in METRICS.values() if metric.in_tables), "memory", "flops", "traffic")
+_METRICS = [metric.name for metric in METRICS.values() if metric.in_tables]
 _MEASURES = "|".join(re.escape(name) for name in EVALUATED if METRICS[name].on_other_data)
 _ON_OTHER_DATA = re.compile(rf"{DOWNSTREAM}[A-Za-z0-9]+_({_MEASURES}|semi_supervised_[\d.]+|fine_tune_\w+)")
 
@@ -27,7 +27,7 @@ _ON_OTHER_DATA = re.compile(rf"{DOWNSTREAM}[A-Za-z0-9]+_({_MEASURES}|semi_superv
 def _check_metric(metric: str) -> str:
     measure, separator, architecture = metric.partition(OF_ARCHITECTURE)
     known = measure in _METRICS or _ON_OTHER_DATA.fullmatch(measure)
-    if not known or (separator and (measure in RESOURCES or not re.fullmatch(r"[\w.]+", architecture))):
+    if not known or (separator and not re.fullmatch(r"[\w.]+", architecture)):
         raise ValueError(
             f"unknown metric; expected one of {', '.join(_METRICS)}, or {DOWNSTREAM}LABEL_METRIC; METRIC@ARCHITECTURE "
             "is the mean over the clients with this architecture"
@@ -36,8 +36,6 @@ def _check_metric(metric: str) -> str:
 
 
 Metric = Annotated[str, AfterValidator(_check_metric)]
-#: the metrics of a table of kind `resources`
-RESOURCES: tuple[Metric, ...] = ("memory", "flops", "traffic")
 #: the label of the row of the encoders before training
 UNTRAINED = "untrained"
 
@@ -51,15 +49,6 @@ class TableRow(Options):
     oracle: str | None = Field(
         None,
         description="the row whose encoder, seed by seed, this row aligns to (representation_mean's target oracle)",
-    )
-    relative_to: str | None = Field(
-        None, description="in a table of resources: the row whose figures count as 1; by default this one"
-    )
-    image: tuple[int, int, int] | None = Field(
-        None, description="in a table of resources: the shape of this row's images, in place of the table's `image`"
-    )
-    newcomers: bool = Field(
-        False, description="in a table of resources: count every client in every round as if it were its first"
     )
 
 
@@ -105,12 +94,6 @@ class Table(Options):
         ..., pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="the table's name, and the default output folder's"
     )
     description: str = Field("", pattern=TEXT_PATTERN, description="what the table compares")
-    kind: Literal["runs", "resources"] = Field(
-        "runs", description="runs trains every row; resources counts what each would take, without training"
-    )
-    image: tuple[int, int, int] = Field(
-        (3, 32, 32), description="in a table of resources: channels, height and width of the made-up images"
-    )
     expected_data: ExpectedData | None = Field(
         None, description="the size of data that the user brings; --dry-run counts with it while the data is missing"
     )
@@ -162,7 +145,6 @@ class Table(Options):
             "oracle": [row.oracle for row in self.rows if row.oracle is not None],
             "paper": [label for scenario in self.all_scenarios for label in scenario.paper],
             "own_ranges": list(self.sweep.own_ranges) if self.sweep else [],
-            "relative_to": [row.relative_to for row in self.rows if row.relative_to is not None],
         }
         for key, value in ((key, value) for key, values in named.items() for value in values):
             if value not in labels:
@@ -171,16 +153,6 @@ class Table(Options):
             row.label for row in self.rows if row.oracle in {other.label for other in self.rows if other.oracle}
         ]:
             raise ValueError(f"rows {chained} have as oracle a row that has one itself: name a row without")
-        if (self.kind == "resources") != bool(set(RESOURCES) & set(self.metrics)):
-            raise ValueError(f"metrics {', '.join(RESOURCES)} need kind: resources, and all others kind: runs")
-        if self.kind == "resources":
-            if not set(self.metrics) <= set(RESOURCES):
-                raise ValueError(f"a table of kind resources can only have the metrics {', '.join(RESOURCES)}")
-            for figure in (figure for figures in self.paper.values() for figure in figures.values()):
-                if not re.fullmatch(r"\d+(\.\d+)?", figure):
-                    raise ValueError(f"paper: expected a number such as 2.05, got {figure!r}")
-            if self.scenarios or self.method is not None:
-                raise ValueError("a table of kind resources cannot have scenarios or a method")
         if self.sweep and (self.scenarios or named["oracle"] or self.sweep.seed in self.seeds):
             raise ValueError("sweep: the table must have no scenarios, no oracles, and other seeds than the sweep's")
         judged = [*named["method"], *self.baselines, *self.controls]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from fedssl.accounting import StepCost
 from fedssl.engines import pace
 from fedssl.engines.in_process import run
 from fedssl.engines.pace import Pace, measure_pace, recipe_within
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
+from fedssl.messages import Message
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.short_runs import SMALL, contents
 
@@ -18,14 +22,14 @@ CENTRAL = {
 }
 
 
-def within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1):
-    """The recipe for so many minutes where a step takes `step` seconds, after 10 seconds have passed."""
+def within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1, **others):
+    """The recipe for so many minutes where a step takes `step` seconds, after nearly 10 have passed."""
     federation = build_federation(recipe)
     steps = sum(len(rows) // recipe.training.batch_size for rows in federation.client_rows)
-    measured = Pace(step, steps * recipe.training.local_epochs, parallel)
+    measured = Pace(step, 0.0, steps * recipe.training.local_epochs, parallel, **others)
     monkeypatch.setattr(pace, "measure_pace", lambda federation, seconds: measured)
     monkeypatch.setattr(pace, "_evaluation_seconds", lambda federation: evaluations)
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: 110.0)
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: 109.99)
     return recipe_within(recipe, minutes, 100.0)
 
 
@@ -34,6 +38,7 @@ def test_federated_rounds_stay_as_long_as_they_are(tiny, monkeypatch):
     timed = within(monkeypatch, recipe, 1, step=0.1)
     assert timed == recipe.model_copy(update={"rounds": 50})  # 30 of 60 seconds are left, and a round takes 0.6
     assert within(monkeypatch, recipe, 1, step=0.1, parallel=2).rounds == 100
+    assert within(monkeypatch, recipe, 1, step=0.1, others=0.4, before=10.0).rounds == 20  # 20 are left, at 1.0 a round
     assert within(monkeypatch, recipe, 0.1, step=0.1).rounds == 1  # no time is left, and a run has a round
 
 
@@ -57,19 +62,27 @@ def test_a_schedule_whose_rounds_differ_is_refused(tiny):
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def now(monkeypatch):
+    """The seconds that have passed."""
+    passed = [0.0]
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: passed[0])
+    return passed
+
+
+@pytest.fixture
+def clock(now, monkeypatch):
     """A machine on which a step takes 0.1 seconds and one more for each image, a round's first step 2 seconds more.
 
     In round 1; in later rounds all takes three times as long. The sizes of the batches that are timed.
     """
-    now, sizes = [0.0], []
+    sizes = []
 
     def counted_round(self, client, received, number, most_steps):
         sizes.append(self.training.batch_size)
         now[0] += (1 if number == 1 else 3) * (2.0 + (0.1 + sizes[-1]) * most_steps)
+        return Message(), StepCost(0, 0, 0, 0, flops=10 * sizes[-1] * number)
 
     monkeypatch.setattr("fedssl.method.Method.counted_round", counted_round)
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
     return sizes
 
 
@@ -78,21 +91,47 @@ def clock(monkeypatch):
     [
         (1e4, [16, 16, 40, 40, 40], 40.1),  # the whole batch fits, and the first step is left out
         (100, [16, 16, 16], 16.1 * 40 / 16),  # a smaller one is timed
-        (0, [16, 16], 18.1 * 40 / 16),  # a bound
+        (0, [16, 16, 16], 18.1 * 40 / 16),  # a bound
     ],
 )
 def test_a_batch_is_timed_that_is_not_too_large(seconds, sizes, step, clock, tiny):
     values = {**CENTRAL, **SMALL, "training": {"batch_size": 40}}
     federation = build_federation(tiny(**values))
-    assert pace.step_seconds(federation, 0, seconds) == pytest.approx(step)
+    assert pace.step_cost(federation, 0, seconds) == (pytest.approx(step), 400)
     assert clock == sizes
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_round_also_represents_public_images_and_joins_them(now, tiny, monkeypatch):
+    """Of images in 2 seconds each, with 0.5 seconds for the server's messages and 3 where it joins the answers."""
+    federation = build_federation(tiny(**ALIGNED, **SMALL))
+    recipe, images, method = federation.recipe, len(federation.dataset.public_images), type(federation.method)
+    taken = {"client_round": lambda self: 2.0 * len(self.public_images), "aggregate": lambda self: 3.0}
+
+    def passing(name, seconds):
+        call = getattr(method, name)
+
+        def passes(self, *given):
+            now[0] += seconds(self)
+            return call(self, *given)
+
+        monkeypatch.setattr(method, name, passes)
+
+    for name, seconds in (taken | {"broadcast": lambda self: 0.5}).items():
+        passing(name, seconds)
+    clients = recipe.partition.clients
+    found = measure_pace(federation, 1e-3)
+    assert found.before == found.others == pytest.approx(3.5 + clients * 2.0 * images)
+    half = replace(federation, recipe=recipe.model_copy(update={"client_dropout": 0.5}))
+    assert measure_pace(half, 1e-3).others == pytest.approx(3.5 + clients * images)
 
 
 def test_of_stages_the_mean_of_the_first_and_the_last_is_told(clock, tiny):
     recipe = tiny(**LW_FEDSSL)
     size = recipe.training.batch_size
     federation = build_federation(recipe)
-    assert pace.step_seconds(federation, 0, 1e5) == pytest.approx(2 * (0.1 + size))
+    step, flops = 2 * (0.1 + size), 10 * size * (1 + recipe.rounds) / 2
+    assert pace.step_cost(federation, 0, 1e5) == (pytest.approx(step), flops)
 
 
 def test_only_a_run_that_takes_a_minute_is_told(clock, tiny, monkeypatch):
@@ -103,7 +142,7 @@ def test_only_a_run_that_takes_a_minute_is_told(clock, tiny, monkeypatch):
     monkeypatch.setattr(pace, "_SHORT", 60.0 * (told + 1))
     clock.clear()
     assert pace.told_duration(federation) is None
-    assert clock == [8, 8]  # two steps tell
+    assert clock == [8, 8, 8]  # three steps tell
 
 
 @pytest.mark.parametrize("changes", [AVERAGED, ALIGNED, CENTRAL], ids=["averaged", "aligned", "central"])

@@ -48,14 +48,6 @@ def test_a_run_sends_and_takes_exactly_what_was_predicted(kind, noisy, tmp_path)
     assert predicted(recipe) == logged(tmp_path / "a")
 
 
-def test_a_newcomer_is_counted_with_every_layer_that_it_lacks():
-    federation = build_federation(parse_recipe(tiny_values(**(LAYER_WISE | TRANSFORMER))))
-    method, nobody_was_there = federation.method, federation.method.initial_state()
-    for cost in estimate(federation, newcomers=True):
-        sent = method.broadcast(nobody_was_there, [0, 1, 2], cost.number)
-        assert cost.bytes_down == {k: message.num_bytes for k, message in sent.items()}
-
-
 def test_a_part_that_reads_numbers_is_counted_on_a_real_step(tiny, monkeypatch):
     """At a rate that sends the weights to infinity, which the counted steps do not take."""
     values = tiny_values(**ALIGNED)

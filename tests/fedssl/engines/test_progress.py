@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fedssl.engines.durations import format_duration
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observers
 from fedssl.engines.progress import ProgressBars
-from fedssl.engines.time_left import TimeLeft, format_duration
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.short_runs import StopsAfterRoundOne
@@ -27,38 +27,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_rounds_and_evaluations_left_take_their_own_means():
-    """Three rounds of 60 images in 30 seconds, the first, the second and the last evaluated in 10, 4 and 10."""
-    estimate = TimeLeft(3, 3)
-    told = []
-    for number, evaluation in enumerate([10, 0, 4, 10]):
-        if number:
-            estimate.trained(30, 60)
-            told.append(estimate.seconds())
-        if evaluation:
-            estimate.evaluated(evaluation)
-        told.append(estimate.seconds())
-    assert told == [None, 80, 80, 50, 37, 7, 0]
-    assert estimate.images_per_second() == 2
-
-
-@pytest.mark.parametrize(
-    ("rounds", "done", "left", "speed"),
-    [
-        # a later stage that takes longer replaces what was measured
-        (20, [(1, 10)] * 5 + [(3, 10)] * 5, 30, 10 / 3),
-        # unknown numbers of images
-        (4, [(20, 0)], 60, None),
-    ],
-)
-def test_rounds_that_differ(rounds, done, left, speed):
-    estimate = TimeLeft(rounds, 0)
-    for seconds, images in done:
-        estimate.trained(seconds, images)
-    assert estimate.seconds() == pytest.approx(left)
-    assert estimate.images_per_second() == (speed and pytest.approx(speed))
 
 
 def test_durations():
@@ -107,6 +75,16 @@ def test_a_line_a_round_tells_speed_and_time_left(bars_on):
         "round 1/2  loss 0.5  800 images/s  20 s left",
         "round 2/2  loss 0.25  knn 40  800 images/s",
     ]
+
+
+def test_later_rounds_that_take_longer_replace_the_first(bars_on):
+    clock = Clock()
+    bars = bars_on(20, clock, force_terminal=False)
+    for number in range(1, 11):
+        bars.training_began(number, [])  # of unknown numbers of images
+        clock.now += 1 if number <= 5 else 3
+        bars.round_ended(number, [])
+    assert [lines(bars)[i] for i in (0, 9)] == ["round 1/20  19 s left", "round 10/20  30 s left"]
 
 
 def test_on_a_terminal_the_time_left_counts_down_between_events(bars_on):

@@ -1,0 +1,127 @@
+"""What `fedssl run-table NAME --dry-run` lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from fedssl.data.options import DataOptions
+from fedssl.errors import UserError
+from fedssl.federation import build_federation
+from fedssl.recipe.reading import parse_recipe
+from fedssl.reports.cost import estimate, totals
+from fedssl.tables.dry_run import dry_run, run_cost, training_data
+from fedssl.tables.table import ExpectedData, load_table
+from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
+
+STAGES = {"name": "layer_wise", "rounds_per_stage": 2}
+SMALL = AVERAGED | {
+    "architectures": ["small_vit"],
+    "rounds": 8,
+    "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
+    "training": {"local_epochs": 3, "batch_size": 5},
+    "partition": {"name": "iid", "clients": 2, "min_samples": 1},
+}
+
+
+def write_table(folder: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], **values: Any) -> Path:
+    """A table file whose rows are all of one recipe file."""
+    (folder / "base.yaml").write_text(parse_recipe(tiny_values(**recipe)).to_yaml())
+    rows = [{"recipe": str(folder / "base.yaml")} | row for row in rows]
+    (folder / "small.yaml").write_text(yaml.safe_dump({"name": "small", "rows": rows} | values))
+    return folder / "small.yaml"
+
+
+def listed(table, *overrides):
+    lines = []
+    dry_run(table, overrides, lines.append)
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Two rows, two scenarios, two seeds, on digits."""
+    three = {"label": "three epochs", "settings": {"training": {"local_epochs": 3}}}
+    scenarios = [
+        {"label": "few", "paper": {"one epoch": {"knn": "71.20"}}},
+        {"label": "many", "settings": {"rounds": 4}, "paper": {"three epochs": {"linear": "88.8 ± 0.3"}}},
+    ]
+    values = {"seeds": [0, 1], "metrics": ["knn", "linear"], "scenarios": scenarios}
+    return write_table(tmp_path, AVERAGED, [{"label": "one epoch"}, three], **values)
+
+
+@pytest.fixture
+def short_timings(monkeypatch):
+    """One step of each kind is timed, in the smallest batch."""
+    monkeypatch.setattr("fedssl.tables.dry_run.SECONDS", 0.0)
+
+
+def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, fedssl, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = fedssl("run-table", str(table), "--dry-run", columns=80)
+    assert code == 0, err
+    assert "8 runs: 2 rows x 2 scenarios x 2 seeds (0, 1)" in out
+    few, many = out.split("\nfew\n")[1].split("\nmany\n")
+    for text, shown in ((few, ("paper: kNN %", "71.20")), (many, ("paper: linear %", "88.8 ± 0.3", "In all: "))):
+        assert all(part in text for part in shown), text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("short_timings")
+@pytest.mark.parametrize(("values", "within"), [(ALIGNED, 1e-9), (SMALL | {"schedule": STAGES}, 0.1)])
+def test_operations_are_those_of_fedssl_cost(values, within):
+    recipe = parse_recipe(tiny_values(**values))
+    found = run_cost(recipe, training_data(recipe.data, recipe.seed, None))
+    assert found.flops == pytest.approx(totals(estimate(build_federation(recipe)))["flops"], rel=within)
+    assert found.seconds > 0
+
+
+@pytest.mark.usefixtures("short_timings")
+def test_sampled_clients_and_dropout_count_on_average():
+    recipe = parse_recipe(tiny_values(**AVERAGED))
+    data = training_data(recipe.data, 0, None)
+    whole = run_cost(recipe, data)
+    half = run_cost(recipe.model_copy(update={"client_dropout": 0.5}), data)
+    assert half.steps == whole.steps / 2
+    one = run_cost(recipe.model_copy(update={"clients_per_round": 1}), data)
+    assert one.flops == pytest.approx(whole.flops / recipe.partition.clients)
+
+
+@pytest.mark.usefixtures("short_timings")
+def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
+    npz = load_table(table).model_copy(update={"settings": {"preset": "digits", "data": {"name": "npz"}}})
+    text = listed(npz)
+    assert "Missing for a run: give data.path=PATH, an .npz file" in text
+    assert "In all" not in text
+    expected = ExpectedData(images=200, classes=10, shape=(1, 8, 8))
+    text = listed(npz.model_copy(update={"expected_data": expected}))
+    assert "Missing for a run: give data.path=PATH, an .npz file" in text
+    assert "In all: " in text
+    assert "Missing for a run: there is no nowhere.npz" in listed(npz, "data.path=nowhere.npz")
+
+
+def test_the_published_sizes_are_known_without_the_data(tmp_path):
+    data = training_data(DataOptions(name="cifar100", path=tmp_path, public_holdout=5000), 0, None)
+    assert (len(data.train_labels), len(data.class_names)) == (45_000, 100)
+    assert data.train_images.shape == (45_000, 3, 32, 32)
+    assert torch.bincount(data.train_labels).tolist() == [450] * 100
+
+
+def test_image_files_are_counted_by_their_folders(tmp_path):
+    for name in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (tmp_path / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("L", (12, 12)).save(tmp_path / name / f"{number}.png")
+    data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16), 0, None)
+    assert (len(data.train_labels), len(data.class_names)) == (6, 2)
+    assert data.train_images.shape == (6, 1, 16, 16)
+
+
+def test_a_recipe_that_is_refused_ends_the_dry_run(table):
+    with pytest.raises(UserError, match=r"row 'one epoch': client 0 has .* fewer than training\.batch_size"):
+        listed(load_table(table), "training.batch_size=2000")
