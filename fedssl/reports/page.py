@@ -50,16 +50,13 @@ def page_figure(figure: Figure, description: str, caption: str = "", png: bool =
     `description` is for readers who do not see it. With `png`, for figures of many pixels, PNG replaces SVG.
     """
     if png:
-        return embedded_image("png", png_bytes(figure), description, caption)
-    data = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fedssl"}):  # ids that are not random
-        figure.savefig(data, format="svg", metadata={"Date": None})
-    return embedded_image("svg+xml", data.getvalue(), description, caption)
-
-
-def embedded_image(kind: str, data: bytes, description: str, caption: str) -> PageFigure:
-    """Return the content of an image file of the MIME type image/`kind` as part of a page."""
-    return PageFigure(description, f"data:image/{kind};base64,{base64.b64encode(data).decode()}", caption)
+        kind, content = "png", png_bytes(figure)
+    else:
+        data = io.BytesIO()
+        with matplotlib.rc_context({"svg.hashsalt": "fedssl"}):  # ids that are not random
+            figure.savefig(data, format="svg", metadata={"Date": None})
+        kind, content = "svg+xml", data.getvalue()
+    return PageFigure(description, f"data:image/{kind};base64,{base64.b64encode(content).decode()}", caption)
 
 
 def render_page(template: str, **values: object) -> str:

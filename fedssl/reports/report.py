@@ -32,7 +32,6 @@ from .plots import Bar, draw_bars, draw_curves, draw_partition, method_styles
 Methods = Mapping[str, Sequence[Run]]
 Result = TypeVar("Result")
 _TRAFFIC = ("bytes_down", "bytes_up")
-_AMOUNTS: dict[str, Callable[[float], str]] = {"bytes": format_bytes, "FLOPs": format_flops}
 _SPENDING = {"FLOPs of a client so far": ("flops",), "bytes that a client received and sent so far": _TRAFFIC}
 _MOST_CURVES = 40
 _MOST_LEFT_OUT = 100  # lines
@@ -146,13 +145,12 @@ def build_report(
         results_chart=_results_chart(methods, metrics),
         verdicts=[(run.name, sentence) for run in finished for sentence in verdict(run)],
         curves=_curve_charts(methods) + _spending_charts(methods),
-        constants=_constants_table(methods),
         collapse=collapse_section(analyses or {}),
         images=image_section(pictures or {}),
         partitions=_partition_charts(methods),
         left_out=_left_out_table(methods),
         clients=_client_table(methods, metrics),
-        traffic=_traffic_table(methods),
+        resources=_resources_table(methods),
         privacy=_privacy_table(methods),
         settings=_settings_table(methods),
         history=_history_table(methods),
@@ -286,7 +284,7 @@ def _curve_charts(methods: Methods) -> list[PageFigure]:
         repeats_loss = metric == "total_loss" and all(
             run.overall("total_loss") == run.overall("loss") for runs in methods.values() for run in runs
         )
-        constant = all(_constant(runs, metric) is not None for runs in methods.values())
+        constant = all(_is_constant(runs, metric) for runs in methods.values())
         if curves and not repeats_loss and not constant:
             figure = draw_curves(metric, curves, styles)
             charts.append(page_figure(figure, f"{metric_title(metric)} by round", _CURVE_NOTES.get(metric, "")))
@@ -302,16 +300,11 @@ def _spending_charts(methods: Methods) -> list[PageFigure]:
         groups = {name: kept for name, each in curves.items() if (kept := [curve for curve in each if len(curve) > 2])}
         if len(groups) < 2:
             continue
-        memory = "; ".join(
-            f"{name} {format_bytes(max(max(run.overall('memory').values(), default=0.0) for run in methods[name]))}"
-            for name in groups
-        )
         for title, amounts in _SPENDING.items():
             spent = {name: _spent_by_round(methods[name], amounts) for name in groups}
             if all(spent.values()):
                 figure = draw_curves(metric, groups, styles, (title, spent))
-                note = f"Largest memory of a training step: {memory}."
-                charts.append(page_figure(figure, f"{metric_title(metric)} by {title}", note))
+                charts.append(page_figure(figure, f"{metric_title(metric)} by {title}"))
         break
     return charts
 
@@ -327,25 +320,11 @@ def _spent_by_round(runs: Sequence[Run], amounts: Sequence[str]) -> dict[int, fl
     return dict(zip(spent, sums, strict=True)) if clients else {}
 
 
-def _constant(runs: Sequence[Run], metric: str) -> float | None:
-    """Return bytes or operations that are the same in several rounds of all these runs; None if they are not."""
-    if metric not in METRICS or METRICS[metric].unit not in _AMOUNTS:
-        return None
+def _is_constant(runs: Sequence[Run], metric: str) -> bool:
+    """Return whether a metric is of bytes or operations that are the same in several rounds of all these runs."""
     values = [value for run in runs for number, value in run.overall(metric).items() if number]
-    return values[0] if len(values) > 1 and len(set(values)) == 1 else None
-
-
-def _constants_table(methods: Methods) -> PageTable | None:
-    """Return what is the same in every round, such as the memory of a step, as numbers; None if nothing is."""
-    logged = sorted({metric for runs in methods.values() for run in runs for _, _, metric in run.values})
-    metrics = [metric for metric in logged if all(_constant(runs, metric) is not None for runs in methods.values())]
-    if not metrics:
-        return None
-    rows = []
-    for metric in metrics:
-        text = _AMOUNTS[METRICS[metric].unit]
-        rows.append([METRICS[metric].title, *(text(_constant(runs, metric) or 0.0) for runs in methods.values())])
-    return PageTable(["the same in every round", *methods], rows)
+    counted = metric in METRICS and METRICS[metric].unit in ("bytes", "FLOPs")
+    return counted and len(values) > 1 and len(set(values)) == 1
 
 
 def _partition_charts(methods: Methods) -> list[PageFigure]:
@@ -382,7 +361,7 @@ def _left_out_table(methods: Methods) -> PageTable | None:
             for number, k, reason in run.refused:
                 numbers.setdefault((k, reason), []).append(number)
             rows += [
-                (name, run.seed, k, _ranges(rounds), printable(reason))
+                (name, run.seed, k, _from_to(rounds), printable(reason))
                 for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1]))
             ]
     if len(rows) > _MOST_LEFT_OUT:
@@ -391,16 +370,9 @@ def _left_out_table(methods: Methods) -> PageTable | None:
     return PageTable(("method", "seed", "client", "rounds", "reason"), rows, text_columns=5) if rows else None
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as `1, 2, 4 to 6`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ", ".join(parts)
+def _from_to(rounds: Sequence[int]) -> str:
+    """Return ascending numbers of rounds as `3`, or as `6 of rounds 1 to 9`."""
+    return f"{len(rounds)} of rounds {rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
 
 
 def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:
@@ -422,13 +394,16 @@ def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:
     return PageTable(header, rows, text_columns=3, row_classes=mean_rows)
 
 
-def _traffic_table(methods: Methods) -> PageTable:
+def _resources_table(methods: Methods) -> PageTable:
+    """Return the largest memory of a step in any round, and the operations and traffic of all rounds and clients."""
     rows = []
     for name, runs in methods.items():
         for run in runs:
-            down, up = (run.total(metric) for metric in _TRAFFIC)
-            rows.append((name, run.seed, max(run.last_round, 0), *map(format_bytes, (down, up, down + up))))
-    return PageTable(("method", "seed", "rounds", "down to clients", "up to the server", "together"), rows)
+            memory, (down, up) = max(run.overall("memory").values(), default=0.0), map(run.total, _TRAFFIC)
+            taken = format_bytes(memory), format_flops(run.total("flops")), *map(format_bytes, (down, up, down + up))
+            rows.append((name, run.seed, max(run.last_round, 0), *taken))
+    header = ("method", "seed", "rounds", "memory", "FLOPs", "down to clients", "up to the server", "together")
+    return PageTable(header, rows)
 
 
 def _settings_table(methods: Methods) -> PageTable | None:

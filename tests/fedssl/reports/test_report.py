@@ -62,8 +62,8 @@ def test_a_global_model_has_one_row_and_architectures_repeat_over_the_clients(ti
     page = Page(write_report([tmp_path / "a"]))
     architectures = [row[2] for row in page.table("method", "model of")]
     assert architectures == ["small_convnet", "small_convnet_wide", "small_convnet", ""]
-    traffic = page.table("method", "seed", "rounds", "down to clients")
-    assert traffic == [["tiny", "0", "2", "6.0 kB", "1.5 kB", "7.5 kB"]]
+    resources = page.table("method", "seed", "rounds", "memory")
+    assert resources == [["tiny", "0", "2", "0.0 B", "0.0", "6.0 kB", "1.5 kB", "7.5 kB"]]
 
 
 def test_the_page_stands_alone(tiny, tmp_path):
@@ -101,7 +101,7 @@ def test_the_page_of_sites_tells_who_holds_what_and_who_was_left_out_when_and_wh
     page = Page(write_report([tmp_path / "a"]))
     assert page.table("method", "seed", "client", "rounds", "reason") == [
         ["tiny", "0", "0", "3", "a\\x1b[2J"],
-        ["tiny", "0", "1", "1, 2, 4, 7 to 9", "no answer within 5 s"],
+        ["tiny", "0", "1", "6 of rounds 1 to 9", "no answer within 5 s"],
         ["tiny", "0", "1", "3", HOSTILE],
     ]
     charts = [caption for caption in page.captions if caption.startswith("tiny (seed 0)")]
@@ -137,7 +137,8 @@ def test_accuracy_is_drawn_over_what_clients_have_computed_and_sent(tiny, tmp_pa
         {"a": {0: 0.0, 1: 150.0, 2: 300.0}, "b": {0: 0.0, 1: 60.0, 2: 120.0}},
         {name: {0: 0.0, 1: 8.0, 2: 16.0} for name in "ab"},
     ]
-    assert sum("a 2.0 MB; b 2.0 MB" in caption for caption in page.captions) == 2
+    _begun, *whole = (row[3:5] for row in page.table("method", "seed", "rounds", "memory"))
+    assert whole == [["2.0 MB", "600.0"], ["2.0 MB", "240.0"]]
     # one method has nobody to be compared with
     assert "so far" not in Page(write_report([tmp_path / "a"])).text
 
