@@ -63,7 +63,9 @@ def _step_cost(federation: Federation, k: int, number: int, seconds: float) -> t
 
     def timed(size: int, steps: int) -> tuple[float, StepCost]:
         small = _with_few_images(federation, size)
-        client, received = small.client(k, Message()), small.method.broadcast(_opened(small, k), [k], number)[k]
+        server, replies = _opening(small, [k])
+        opened = small.method.aggregate(server, replies, 0) if replies else server
+        client, received = small.client(k, Message()), small.method.broadcast(opened, [k], number)[k]
         began = time.perf_counter()
         _, cost = small.method.counted_round(client, received, number, most_steps=steps)
         return _since(began, federation), cost
@@ -115,14 +117,19 @@ def _with_few_images(federation: Federation, size: int, public_images: int = 0) 
     )
 
 
-def _opened(federation: Federation, k: int) -> Message:
-    """Return the server's state after the opening round, if there is one, of client k alone."""
-    method = federation.method
+def _opening(federation: Federation, clients: list[int]) -> tuple[Message, dict[int, Message]]:
+    """Return the server's first state, and the clients' answers in the opening round, if there is one.
+
+    One model of each architecture answers for all its clients.
+    """
+    method, first, replies = federation.method, dict[str, Client](), dict[int, Message]()
     server = method.initial_state()
-    if not method.opening_round:
-        return server
-    received = method.broadcast_opening(server, [k])[k]
-    return method.aggregate(server, {k: method.client_round(federation.client(k, Message()), received, 0)}, 0)
+    sent = method.broadcast_opening(server, clients) if method.opening_round else {}
+    for k, message in sent.items():
+        name = federation.recipe.architecture_of(k)
+        first[name] = replace(first[name], index=k) if name in first else federation.client(k, Message())
+        replies[k] = method.client_round(first[name], message, 0)
+    return server, replies
 
 
 def _opening_seconds(federation: Federation, k: int, seconds: float) -> float:
@@ -148,22 +155,17 @@ def _opening_seconds(federation: Federation, k: int, seconds: float) -> float:
 def _server_seconds(federation: Federation) -> float:
     """Return the seconds in which the server joins the clients' answers and makes messages of them.
 
-    The answers are those of an opening round, by one client of each architecture on few public images, with random
-    numbers in place of what all public images would give.
+    The answers are those on few public images, with random numbers in place of what all of them would give.
     """
-    small, everyone = _with_few_images(federation, _SMALLEST_BATCH), list(range(len(federation.client_rows)))
-    method, server = replace(federation.method, transport="float32"), small.method.initial_state()
-    sent = small.method.broadcast_opening(server, everyone)
-    clients: dict[str, Client] = {}
-    replies = {}
-    for k in everyone:
-        name = federation.recipe.architecture_of(k)
-        client = clients[name] = replace(clients[name], index=k) if name in clients else small.client(k, Message())
-        reply = replies[k] = small.method.client_round(client, sent[k], 0)
+    everyone = list(range(len(federation.client_rows)))
+    server, replies = _opening(_with_few_images(federation, _SMALLEST_BATCH), everyone)
+    method, generator = replace(federation.method, transport="float32"), torch.Generator().manual_seed(0)
+    for k, reply in replies.items():
         for aggregator in method.aggregators:
             for name, shape in (aggregator.expected(server, k, []) or {}).items():
                 if shape[0] == PUBLIC_IMAGES:
-                    reply.tensors[name] = torch.randn(method.sizes[PUBLIC_IMAGES], *reply.tensors[name].shape[1:])
+                    sizes = method.sizes[PUBLIC_IMAGES], *reply.tensors[name].shape[1:]
+                    reply.tensors[name] = torch.randn(sizes, generator=generator)
     began = time.perf_counter()
     method.broadcast(method.aggregate(server, replies, 0), everyone, 1)
     return time.perf_counter() - began
