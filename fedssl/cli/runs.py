@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import shlex
 import time
 import webbrowser
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -175,9 +178,36 @@ def pretrain(
         data.append(f"data.more_paths={json.dumps(more)}")
     options = {"--encoder": encoder, "--minutes": minutes, "--output": output}
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    settings += _faster_precision([*data, *settings])
     same = ["fedssl", "run", _PRETRAINING, *data, *settings, *given, *(["--overwrite"] if overwrite else [])]
     print_text(f"The same as: {shlex.join(same)}")
     run(_PRETRAINING, [*data, *settings], output, minutes=minutes, overwrite=overwrite, encoder=encoder)
+
+
+def _faster_precision(settings: Sequence[str]) -> list[str]:
+    """Return bfloat16 as a setting if a step in it takes four fifths of float32's time or less on this machine."""
+    from ..engines.pace import SECONDS, measure_pace
+    from ..federation import build_federation
+    from ..models.precision import has_bfloat16
+    from ..recipe.reading import load_recipe
+    from ..tables.dry_run import training_data
+
+    steps: dict[str, float] = {}
+    if has_bfloat16() and not any("precision" in setting for setting in settings):
+        logging.disable(logging.WARNING)  # the run warns of the same
+        with suppress(Exception):  # what fails here fails in the run, which says why
+            recipe = load_recipe(_PRETRAINING, settings)
+            data = training_data(recipe.data, recipe.seed, None)
+            for precision in ("float32", "bfloat16"):
+                training = recipe.training.model_copy(update={"precision": precision})
+                federation = build_federation(recipe.model_copy(update={"training": training}), data)
+                steps[precision] = measure_pace(federation, SECONDS).step
+        logging.disable(logging.NOTSET)
+    if steps.get("bfloat16", math.inf) > 0.8 * steps.get("float32", 0.0):
+        return []
+    share = steps["bfloat16"] / steps["float32"]
+    print_text(f"training.precision is bfloat16: a step takes {share:.2f} of float32's time on this machine.")
+    return ["training.precision=bfloat16"]
 
 
 def run_table(

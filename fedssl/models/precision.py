@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,14 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         raise UserError(
             f"training.precision float16 needs a CUDA device, got device {device.type}: use training.precision=bfloat16"
         )
+
+
+def has_bfloat16() -> bool:
+    """Tell whether a GPU, or else the processor (AVX512-BF16, AMX or Arm's), has instructions for bfloat16."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    described = Path("/proc/cpuinfo")
+    return described.is_file() and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(described.read_text().split())
 
 
 @contextmanager

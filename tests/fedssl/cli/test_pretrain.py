@@ -1,0 +1,53 @@
+"""`fedssl pretrain`: the precision that it chooses, which the run that it names and starts has too."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from fedssl.engines import pace
+from fedssl.models import precision
+from fedssl.recipe.reading import load_stored_recipe
+from fedssl.run_folder.directory import RunDirectory
+from tests.fedssl.data.image_samples import write_two_classes
+
+SHORT = ("rounds=1", "training.local_steps=1", "architectures=[small_convnet]", "--output", "run")
+
+
+@pytest.mark.parametrize(
+    ("has", "given", "share", "expected"),
+    [
+        (True, (), 0.5, "bfloat16"),
+        (True, (), 0.9, "float32"),
+        (True, ("training.precision=float32",), 0.5, "float32"),
+        (False, (), 0.5, "float32"),
+    ],
+    ids=["faster", "hardly faster", "given", "no instructions"],
+)
+def test_bfloat16_is_taken_where_a_step_in_it_is_faster(has, given, share, expected, fedssl, tmp_path, monkeypatch):
+    write_two_classes(tmp_path / "photos")
+    monkeypatch.setattr(precision, "has_bfloat16", lambda: has)
+    timed = []
+
+    def measured(federation, seconds):
+        timed.append(federation.recipe.training.precision)
+        return pace.Pace({"float32": 1.0, "bfloat16": share}[timed[-1]], 1.0, 1.0, 1)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(pace, "measure_pace", measured)
+        changed.setattr(pace, "told_duration", lambda federation: None)
+        code, out, err = fedssl("pretrain", "photos", *given, *SHORT)
+    assert code == 0, err
+    assert load_stored_recipe(RunDirectory.open(tmp_path / "run")).training.precision == expected
+    assert ("training.precision is bfloat16: a step takes 0.50 of float32's time" in out) == (expected == "bfloat16")
+    assert timed == (["float32", "bfloat16"] if has and not given else [])
+    same = shlex.split(next(line for line in out.splitlines() if line.startswith("The same as:")).partition(":")[2])
+    assert ("training.precision=bfloat16" in same) == (expected == "bfloat16")
+
+
+def test_what_cannot_be_timed_is_told_by_the_run(fedssl, monkeypatch):
+    monkeypatch.setattr(precision, "has_bfloat16", lambda: True)
+    code, _, err = fedssl("pretrain", "nowhere", *SHORT)
+    assert code != 0
+    assert "there is no file or folder nowhere" in err
