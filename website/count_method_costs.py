@@ -9,29 +9,20 @@ from __future__ import annotations
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate, totals
-from fedssl.run_folder.storage import csv_text, write_atomically
-from website.methods import COSTS, PAGES
+from fedssl.run_folder.storage import csv_text
+from website.methods import COSTS, RECIPES
 from website.repository_files import ROOT
 
 
 def main() -> None:
     rows: list[list[object]] = [["recipe", "memory_mb", "gflops_a_round", "up_mb", "down_mb"]]
-    for recipe in PAGES:
+    for recipe in RECIPES:
         costs = estimate(build_federation(load_recipe(recipe)))
         total, rounds = totals(costs), sum(len(cost.step) for cost in costs)
-        rows.append(
-            [
-                recipe,
-                f"{total['memory'] / 1e6:.1f}",
-                f"{total['flops'] / rounds / 1e9:.1f}",
-                f"{total['bytes_up'] / rounds / 1e6:.2f}",
-                f"{total['bytes_down'] / rounds / 1e6:.2f}",
-            ]
-        )
+        traffic = [f"{total[way] / rounds / 1e6:.2f}" for way in ("bytes_up", "bytes_down")]
+        rows.append([recipe, f"{total['memory'] / 1e6:.1f}", f"{total['flops'] / rounds / 1e9:.1f}", *traffic])
         print(*rows[-1])
-    path = ROOT / COSTS
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, csv_text(rows).encode())
+    (ROOT / COSTS).write_text(csv_text(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 from fedssl.parts import part_class, part_names
 from fedssl.recipe.recipe import Recipe
 from fedssl.recipe.show import describe_values, first_paragraph, part_summary
+from fedssl.tables.files import markdown_table
 from fedssl.untrusted import PART_KEYS
 
 
@@ -29,33 +30,22 @@ def _section(heading: str, prefix: str, schema: dict[str, Any], definitions: dic
     rows, inner = [], []
     for key, option in schema["properties"].items():
         path = f"{prefix}.{key}" if prefix else key
-        reference, meaning = option.get("$ref"), _cell(option.get("description", ""))
-        if reference and path not in PART_KEYS:
+        if path in PART_KEYS:
+            values = "a list of parts" if PART_KEYS[path][1] else "a part"
+        elif reference := option.get("$ref"):
             inner.append(_section(path, path, definitions[reference.rpartition("/")[2]], definitions))
-        elif not (prefix and key == "name" and schema.get("properties", {}).get("name", {}).get("default") == ""):
-            rows.append(f"| `{path}` | {_cell(_values(option, path))} | {_default(option, key, schema)} | {meaning} |")
-    table = "\n".join(["| key | values | default | what it means |", "|---|---|---|---|", *rows])
-    lines = [
-        f"## {heading}",
-        first_paragraph(schema.get("description")),
-        table if rows else "It has no options of its own.",
-    ]
+            continue
+        elif prefix and key == "name" and option.get("default") == "":  # a part's own
+            continue
+        else:
+            values = describe_values(option)
+        # A default_factory, which a schema does not hold, makes an empty list.
+        default = (
+            "must be given"
+            if key in schema.get("required", ())
+            else f"`{json.dumps(option.get('default', []), ensure_ascii=False)}`"
+        )
+        rows.append([f"`{path}`", values, default, option.get("description", "")])
+    table = markdown_table(["key", "values", "default", "what it means"], rows, text_columns=4).replace("<", "&lt;")
+    lines = [f"## {heading}", first_paragraph(schema.get("description")), table if rows else "It has no own options."]
     return "\n\n".join([line for line in lines if line] + inner)
-
-
-def _values(option: dict[str, Any], path: str) -> str:
-    if path in PART_KEYS:
-        return "a list of parts" if PART_KEYS[path][1] else "a part"
-    return describe_values(option)
-
-
-def _default(option: dict[str, Any], key: str, schema: dict[str, Any]) -> str:
-    if key in schema.get("required", ()):
-        return "must be given"
-    default = option.get("default", [])  # a default_factory, which a schema does not hold, makes an empty list
-    return f"`{json.dumps(default, ensure_ascii=False)}`"
-
-
-def _cell(text: str) -> str:
-    """Text for a cell of a Markdown table."""
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())

@@ -1,11 +1,13 @@
-"""Figures that pages quote from the tables in benchmarks/results, and the command that writes them.
+"""The figures of the pages, and the command that writes those that come from the tables in benchmarks/results.
 
-A comment behind figures names the source of each of them, in their order:
+`quoted_results.yaml` lists the figures of a page in their order, and where they come from:
 
-    FedBYOL has 42.4 and FedU 41.1<!-- = hetero_ssfl_tables_small: linear [non-IID]: FedBYOL; FedU -->.
+    docs/demo.md:
+    - 89.9 ± 0.1; 92.5 ± 0.5 = digits_demo | knn; linear | Hetero-SSFL
+    - 0.5 = mu
 
-That is the folder in benchmarks/results, a column, and rows. A column holds for the rows behind it, until another one
-is named:
+Behind the first two stand a folder in benchmarks/results, columns, and rows: each row's figure in each column, in turn.
+What stands behind the third says only what it is. A column is
 
 - of a table of training, `knn` or another metric, with the scenario in brackets where there are several: the mean over
   the seeds in `table.csv`, and its sample standard deviation where the page has `±`
@@ -16,117 +18,105 @@ is named:
 - of the rounds' times, `overhead, %` or `overhead, ms`; a row is a simulation, or a number of clients
 
 `A - B` is the difference of two rows, and `best control` the control with the highest figure. A figure keeps the number
-of its decimals. The site's build inserts the tables' figures, a test fails where a page has another one, and
-`python -m website.quoted_results` writes them into the pages.
+of its decimals. A test fails where a page or the list has another figure than its table, and `python -m
+website.quoted_results` writes the table's into both.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
+
+import yaml
 
 from website import result_tables
 from website.repository_files import ROOT
 from website.result_tables import RESULTS
 
+LIST = Path(__file__).with_suffix(".yaml")
 #: a number with decimals and its spread, or a rate
-FIGURE = re.compile(r"(?<![\w.,])(?:-?\d+\.\d+(?: ± \d+\.\d+)?(?!\d|\.\d)|[\d,]+(?= images/s))")
-MARK = re.compile(r"<!-- =(.*?)-->", re.DOTALL)
-BEST_CONTROL = "best control"
+_FIGURE = re.compile(r"(?<![\w.,])(?:-?\d+\.\d+(?: ± \d+\.\d+)?(?!\d|\.\d)|[\d,]+(?= images/s))")
+#: no figures are looked for in code, equations and the operators' table, which has a test of its own
+_CODE = re.compile(
+    r"<!-- benchmarks -->.*?<!-- /benchmarks -->|^```.*?^```$|`[^`\n]*`|^    .*?$|\$\$.*?\$\$|\$[^$\n]*\$",
+    re.DOTALL | re.MULTILINE,
+)
 
 
-def pages() -> list[Path]:
-    """The pages that may quote results: those of docs/, and what stands beside the results themselves."""
-    return sorted([*(ROOT / "docs").rglob("*.md"), *RESULTS.rglob("README.md")])
+def listed() -> dict[str, list[str]]:
+    """The lines of the list by page."""
+    return yaml.safe_load(LIST.read_text(encoding="utf-8"))
 
 
-def fill(markdown: str) -> str:
-    """Put the tables' figures in place of those that stand before each mark.
+def figures(markdown: str) -> list[re.Match[str]]:
+    """The figures of a page."""
+    return list(_FIGURE.finditer(_CODE.sub(lambda code: " " * len(code[0]), markdown)))
+
+
+def renewed(page: str, markdown: str, lines: list[str]) -> tuple[str, list[str]]:
+    """A page and its lines of the list with the figures that the tables have now.
 
     Raises:
-        ValueError: a mark names what no table has, or more figures than stand before it.
+        ValueError: the page has other figures than its lines, or a line names what no table has.
     """
-    parts, end = [], 0
-    for mark in MARK.finditer(markdown):
-        parts += [_filled(markdown[end : mark.start()], mark), mark[0]]
-        end = mark.end()
-    return "".join([*parts, markdown[end:]])
+    found, before = figures(markdown), _figures_of(lines)
+    if (shown := [match[0] for match in found]) != before:
+        different = [line for line in difflib.ndiff(before, shown, charjunk=None) if line[0] in "+-"]
+        raise ValueError(f"{page} has (+) and {LIST.name} lists (-) other figures: {', '.join(different)}")
+    lines = [_renewed(line) for line in lines]
+    for match, figure in reversed(list(zip(found, _figures_of(lines), strict=True))):
+        markdown = markdown[: match.start()] + figure + markdown[match.end() :]
+    return markdown, lines
 
 
-def without_marks(markdown: str) -> str:
-    """Take the marks out."""
-    return MARK.sub("", markdown)
+def _figures_of(lines: list[str]) -> list[str]:
+    return [figure for line in lines for figure in line.partition(" = ")[0].split("; ")]
 
 
-def unmarked(markdown: str) -> list[str]:
-    """List the figures that no mark names, in their order."""
-    parts, end = [], 0
-    for mark in MARK.finditer(markdown):
-        before = markdown[end : mark.start()]
-        parts.append(before[: _figures_before(before, mark)[0].start()])
-        end = mark.end()
-    return FIGURE.findall(" ".join([*parts, markdown[end:]]))
-
-
-def _filled(before: str, mark: re.Match[str]) -> str:
-    figures = _figures_before(before, mark)
-    for figure, source in reversed(list(zip(figures, _sources(mark), strict=True))):
-        before = before[: figure.start()] + _text(*source, like=figure[0]) + before[figure.end() :]
-    return before
-
-
-def _figures_before(before: str, mark: re.Match[str]) -> list[re.Match[str]]:
-    """Return the figures that a mark names: the last ones of its paragraph, or of its row of a table."""
-    row = before.rfind("\n") + 1
-    start = row if before[row:].startswith("|") else before.rfind("\n\n") + 1
-    figures, count = list(FIGURE.finditer(before, start)), len(_sources(mark))
-    if len(figures) < count:
-        raise ValueError(f"{mark[0]} names {count} figures, but only {len(figures)} with decimals stand before it")
-    return figures[-count:]
-
-
-def _sources(mark: re.Match[str]) -> list[tuple[str, str, str]]:
-    """Return the folder, the column and the row or difference of rows of each figure that a mark names."""
-    folder, _, rest = " ".join(mark[1].split()).partition(": ")
-    sources, column = [], ""
-    for source in rest.split("; "):
-        named, colon, row = source.rpartition(": ")
-        column = named if colon else column
-        sources.append((folder, column, row))
-    return sources
+def _renewed(line: str) -> str:
+    before, _, source = line.partition(" = ")
+    if " | " not in source:
+        return line
+    folder, columns, rows = source.split(" | ")
+    places = [(column, row) for row in rows.split("; ") for column in columns.split("; ")]
+    if len(places) != before.count("; ") + 1:
+        raise ValueError(f"{line!r} has other than {len(places)} figures, one for each row and column")
+    like = zip(places, before.split("; "), strict=True)
+    return "; ".join(_text(folder, *place, figure) for place, figure in like) + f" = {source}"
 
 
 def _text(folder: str, column: str, row: str, like: str) -> str:
-    """Return the figure of a row, or of the difference of two, with the decimals and the spread of another text."""
+    """The figure of a row, or of the difference of two, with the decimals and the spread of another text."""
     decimals = [len(number.partition(".")[2]) for number in like.split(" ± ")]
-    values = [_values(folder, column, name) for name in row.split(" - ")]
-    if len(values) == 2:
-        values = [[values[0][0] - values[1][0]]]
-    if len(decimals) > len(values[0]):
+    values, *others = (_values(folder, column, name) for name in row.split(" - "))
+    if others:
+        values = [values[0] - others[0][0]]
+    if len(decimals) > len(values):
         raise ValueError(f"{folder} has no spread of {row} in the column {column}")
-    return " ± ".join(f"{value:,.{places}f}" for value, places in zip(values[0], decimals, strict=False))
+    return " ± ".join(f"{value:,.{places}f}" for value, places in zip(values, decimals, strict=False))
 
 
 def _values(folder: str, column: str, row: str) -> list[float]:
-    """Return a figure of a table, and its spread where there is one."""
+    """A figure of a table, and its spread where there is one."""
     table = result_tables.read(RESULTS / folder)
     if column not in table:
         raise ValueError(f"{folder} has no column {column!r}; it has {'; '.join(table)}")
-    figures = table[column]
-    if row == BEST_CONTROL:
-        row = max(result_tables.controls(RESULTS / folder), key=lambda control: figures[control])
-    if row not in figures:
-        raise ValueError(f"{folder} has no row {row!r} in the column {column}; it has {'; '.join(figures)}")
-    return figures[row]
+    of_rows = table[column]
+    if row == "best control":
+        row = max(result_tables.controls(RESULTS / folder), key=lambda control: of_rows[control])
+    if row not in of_rows:
+        raise ValueError(f"{folder} has no row {row!r} in the column {column}; it has {'; '.join(of_rows)}")
+    return of_rows[row]
 
 
 def main() -> None:
-    """Write the tables' figures into the pages."""
-    for path in pages():
-        text = path.read_text(encoding="utf-8")
-        if (filled := fill(text)) != text:
-            path.write_text(filled, encoding="utf-8")
-            print(f"wrote {path.relative_to(ROOT)}")
+    """Write the tables' figures into the pages and the list."""
+    pages = listed()
+    for page in pages:
+        markdown, pages[page] = renewed(page, (ROOT / page).read_text(encoding="utf-8"), pages[page])
+        (ROOT / page).write_text(markdown, encoding="utf-8")
+    LIST.write_text(yaml.safe_dump(pages, allow_unicode=True, sort_keys=False, width=1000), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ and the pictures anew. A test fails where the sentences differ from what the rul
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,7 @@ import yaml
 from fedssl.reports.plots import png_bytes
 from fedssl.tables.files import draw_picture
 from fedssl.tables.results import RULE, Results, verdict
-from fedssl.tables.table import Table, cell_recipe
+from fedssl.tables.table import UNTRAINED, Table, cell_recipe
 from website.result_tables import RESULTS, read_csv
 
 
@@ -36,10 +37,8 @@ def judged(path: Path) -> str:
         for results in scenarios
         for line in verdict(table, results).splitlines()
     ]
-    before = text[: text.index("\nThe rule: ")].rstrip("\n").splitlines()
-    while before[-1].startswith("- ") or not before[-1]:
-        before.pop()
-    return "\n".join([*before, "", *lines, "", RULE]) + "\n"
+    before = re.sub(r"(\n(- .*)?)*$", "", text.partition("\nThe rule: ")[0])
+    return "\n".join([before, "", *lines, "", RULE]) + "\n"
 
 
 def redraw(path: Path) -> None:
@@ -58,16 +57,15 @@ def _read(path: Path) -> tuple[Table, list[Results]]:
 
 
 def _results(table: Table, lines: list[dict[str, str]]) -> Iterator[Results]:
-    """The values of each scenario."""
     for scenario in table.all_scenarios:
         results = Results(scenario.label)
-        for line in lines:
-            if line.get("scenario", "") == scenario.label:
-                untrained = line["row"] == "untrained"
-                of_rows, row = (results.before, table.method) if untrained else (results.after, line["row"])
-                of_rows.setdefault((row or "", line["metric"]), {})[int(line["seed"])] = float(line["value"])
-                if not untrained and int(line["seed"]) not in results.finished.setdefault(line["row"], []):
-                    results.finished[line["row"]].append(int(line["seed"]))
+        for line in (one for one in lines if one.get("scenario", "") == scenario.label):
+            row, of_rows, seed = line["row"], results.after, int(line["seed"])
+            if row == UNTRAINED:
+                row, of_rows = table.method or "", results.before
+            elif seed not in results.finished.setdefault(row, []):
+                results.finished[row].append(seed)
+            of_rows.setdefault((row, line["metric"]), {})[seed] = float(line["value"])
         for metric in table.metrics:
             of_clients = [results.after.get((label, metric), {}) for label in _ceiling(table)]
             seeds = [seed for seed in table.seeds if of_clients and all(seed in values for values in of_clients)]

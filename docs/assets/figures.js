@@ -1,4 +1,4 @@
-// Draws the figures with sliders (website/figures/). Every number that they show comes from the table in the page, which
+// Draws the figures with sliders (docs/figures/*.html). Every number that they show comes from the table in the page, which
 // the operators themselves have computed; this script looks it up and places points and arrows.
 (() => {
   const SVG = "http://www.w3.org/2000/svg";

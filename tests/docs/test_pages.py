@@ -18,8 +18,7 @@ from fedssl.tables.runner import table_cells
 from fedssl.tables.sweep import trials_of
 from fedssl.tables.table import load_table
 from tests.fedssl.conftest import AVERAGED, tiny_values
-from website import questions
-from website.repository_files import ROOT, rewrite_links
+from website.repository_files import ROOT, links
 
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
@@ -34,6 +33,25 @@ SOURCE = re.compile(
 )
 #: its seconds are settings
 SETTINGS = ("deploy.md", "A reverse proxy in front of the SuperLink")
+#: a newcomer's questions, and the words that are typed into the search; tests/docs/test_in_browser.py does
+QUESTIONS = {
+    "Can I install it without a GPU?": "install without gpu",
+    "My data has no labels.": "no labels",
+    "My images are 16-bit, grey or DICOM.": "16-bit dicom",
+    "Which method for weak devices?": "weak devices",
+    "My clients have different networks.": "different networks",
+    "How do I add a loss, an aggregator or a schedule?": "add a loss",
+    "What leaves my hospital?": "what leaves my hospital",
+    "How long will my run take?": "how long",
+    "How much memory does a client need?": "how much memory",
+    "Can I resume a run after a crash?": "resume after crash",
+    "Can I give a finished run more rounds?": "more rounds",
+    "My loss became NaN. Why?": "loss nan",
+    "How do I use the encoder afterwards?": "use the encoder",
+    "How do I compare two methods fairly?": "compare two methods",
+    "Can I use one operator alone?": "one operator alone",
+    "Do the papers' results come out?": "papers results",
+}
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 SHORT = (
     *("rounds=1", "training.local_epochs=1", "training.batch_size=32", "evaluation.linear.epochs=2"),
@@ -83,11 +101,6 @@ def test_the_example_of_an_operators_page_runs(page, tmp_path, monkeypatch):
     exec(code, {})
 
 
-def test_a_link_to_nothing_is_refused():
-    with pytest.raises(FileNotFoundError, match=r"docs/start.md links to nothing.md, but docs/nothing.md"):
-        rewrite_links("[x](nothing.md)", "start.md")
-
-
 @pytest.fixture(scope="module")
 def nodes():
     """By file, what the packages' sources consist of."""
@@ -105,7 +118,7 @@ def texts_of(nodes):
 
 
 def test_the_errors_that_questions_explains_are_the_sources_own(nodes):
-    quoted = re.findall(r"^\*\*`(.+?)`\*\*", PAGES[questions.PAGE], re.MULTILINE)
+    quoted = re.findall(r"^\*\*`(.+?)`\*\*", PAGES["questions.md"], re.MULTILINE)
     assert len(quoted) == 10
     texts = list(texts_of(nodes))
     for quote in quoted:
@@ -114,12 +127,16 @@ def test_the_errors_that_questions_explains_are_the_sources_own(nodes):
         assert any(re.fullmatch(wanted, text, re.DOTALL) for text in texts), quote
 
 
-def test_every_question_stands_on_its_page_and_two_clicks_lead_to_the_answer():
-    asked = re.findall(r"^### (.+)$", PAGES[questions.PAGE], re.MULTILINE)
-    assert asked == [question.question for question in questions.QUESTIONS]
-    assert all(questions.clicks_to(question)[-1] == question.answer for question in questions.QUESTIONS)
-    with pytest.raises(ValueError, match=r"docs/questions.md has no section 'Is it free\?' that links to start2.md"):
-        questions.clicks_to(questions.Question("Is it free?", "free", "start2.md"))
+def answer_to(question):
+    """The page to which the question's section leads first."""
+    section = re.search(rf"^### {re.escape(question)}\n(.*?)^##", PAGES["questions.md"], re.DOTALL | re.MULTILINE)
+    return links("docs/questions.md", section[1])[0].removeprefix("docs/")
+
+
+def test_every_question_has_an_answer_two_clicks_from_the_first_page():
+    assert re.findall(r"^### (.+)$", PAGES["questions.md"], re.MULTILINE) == list(QUESTIONS)
+    assert "docs/questions.md" in links("docs/index.md", PAGES["index.md"])
+    assert all(answer_to(question) in PAGES for question in QUESTIONS)
 
 
 def test_the_table_of_compare_two_methods_can_be_run(tmp_path):
