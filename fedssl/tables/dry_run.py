@@ -31,6 +31,8 @@ from .table import ExpectedData, Table, TableRow, TableScenario, cell_recipe
 _PLACEHOLDER = "data.path=the-path-that-is-not-given"
 #: where the recipe does not say how many there are, as many as Hetero-SSFL's paper has
 _PUBLIC_IMAGES = 5000
+#: of a recipe; a sweep's trials may differ in the rate alone
+_COSTS_NOTHING = {"name": True, "description": True, "seed": True, "training": {"learning_rate"}}
 
 
 def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda text: None) -> None:
@@ -49,6 +51,7 @@ def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda tex
         f"{len(table.seeds)} seeds ({seeds}). Nothing is run or written."
     )
     all_costs: list[RunCost | None] = []
+    known: dict[tuple[str, torch.Size], RunCost] = {}
     missing: dict[str, None] = {}
     for scenario in table.all_scenarios:
         costs: list[RunCost | None] = []
@@ -56,10 +59,15 @@ def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda tex
             recipe, missing_data = _recipe_and_missing_data(table, row, scenario, overrides)
             missing |= dict.fromkeys(missing_data)
             data = training_data(recipe.data, recipe.seed, scenario.expected_data or table.expected_data)
+            if data is None:
+                costs.append(None)
+                continue
+            kind = recipe.model_dump_json(exclude=_COSTS_NOTHING), data.train_images.shape
             try:
-                costs.append(None if data is None else run_cost(recipe, data))
+                known[kind] = known.get(kind) or run_cost(recipe, data)
             except UserError as error:
                 raise UserError(f"row {row.label!r}: {error}") from error
+            costs.append(known[kind])
         note("\n" + "\n".join([scenario.label, _scenario_table(table, scenario, costs)]).lstrip("\n"))
         all_costs += costs
     if missing:

@@ -15,7 +15,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.cost import estimate, totals
-from fedssl.tables.dry_run import dry_run, run_cost, training_data
+from fedssl.tables.dry_run import RunCost, dry_run, run_cost, training_data
 from fedssl.tables.table import ExpectedData, load_table
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 
@@ -120,6 +120,18 @@ def test_image_files_are_counted_by_their_folders(tmp_path):
     data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16), 0, None)
     assert (len(data.train_labels), len(data.class_names)) == (6, 2)
     assert data.train_images.shape == (6, 1, 16, 16)
+
+
+def test_runs_that_differ_in_what_costs_nothing_are_timed_once(table, monkeypatch):
+    timed = []
+    monkeypatch.setattr(f"{dry_run.__module__}.run_cost", lambda *given: timed.append(given) or RunCost(1.0, 2.0, 3.0))
+    text = listed(load_table(table))
+    assert len(timed) == 4  # rows and scenarios; of each seed they cost the same
+    assert "In all: 16.0 FLOPs" in text
+    rates = [{"label": str(rate), "settings": {"training": {"learning_rate": rate}}} for rate in (0.1, 0.2)]
+    timed.clear()
+    listed(load_table(write_table(table.parent, AVERAGED, rates, seeds=[0])))
+    assert len(timed) == 1
 
 
 def test_a_recipe_that_is_refused_ends_the_dry_run(table):
