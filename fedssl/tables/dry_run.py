@@ -32,7 +32,7 @@ _PLACEHOLDER = "data.path=the-path-that-is-not-given"
 #: where the recipe does not say how many there are, as many as Hetero-SSFL's paper has
 _PUBLIC_IMAGES = 5000
 #: of a recipe; a sweep's trials may differ in the rate alone
-_COSTS_NOTHING = {"name": True, "description": True, "seed": True, "training": {"learning_rate"}}
+_COSTS_NOTHING: dict[str, Any] = {"name": True, "description": True, "seed": True, "training": {"learning_rate"}}
 
 
 def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda text: None) -> None:
