@@ -140,7 +140,7 @@ def measure_row(sites: int, architecture: str, transport: str) -> dict[str, floa
     with tempfile.TemporaryDirectory(dir=_place_of_runs()) as folder:
         directory = RunDirectory.create(Path(folder) / "run", first_files(federation) | {SITES_RUN: "run"})
         grid = Sites(federation)
-        messenger = Messenger(grid, threading.Event())  # type: ignore[arg-type]
+        messenger = Messenger(grid)
         connected = ConnectedClients(messenger, federation, Observer(), "run")
         connected.require_enough()
         clients = FlowerClients(connected, federation, directory, Observer())

@@ -219,6 +219,7 @@ def names_of_last_layers(network: nn.Module, count: int, architecture: str) -> l
     """
     stages = {name: child for name, child in network.named_children() if name in ("blocks", "stages", "layers")}
     container, module = next(iter(stages.items()), ("", None))
+    paths: list[tuple[str, ...]]
     if isinstance(module, nn.Sequential) and not isinstance(network, SmallConvNet):
         paths = [(f"{container}.{name}",) for name, _ in module.named_children()]
     else:
