@@ -21,11 +21,14 @@ from ..untrusted import MOST_BYTES, quoted, read_regular_file
 from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text, trusted
 
 if TYPE_CHECKING:
+    from ..data.datasets import Dataset
     from ..federation import Federation
     from ..recipe.recipe import Recipe
 
 #: the recipe of `fedssl pretrain`
 _PRETRAINING = "centralised_simclr"
+#: the network of `fedssl pretrain` where time is short, and for images of how many pixels a side it was measured
+_SMALL_NETWORK, _LARGEST_SIDE = "small_convnet_512", 128
 RunFolder = Annotated[Path | None, Option(help="Folder of the run; runs/NAME-seedN by default.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace the run in the folder if there is one.")]
 Minutes = Annotated[
@@ -178,36 +181,69 @@ def pretrain(
         data.append(f"data.more_paths={json.dumps(more)}")
     options = {"--encoder": encoder, "--minutes": minutes, "--output": output}
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    settings += _faster_precision([*data, *settings])
+    settings += _timed_choices([*data, *settings], minutes)
     same = ["fedssl", "run", _PRETRAINING, *data, *settings, *given, *(["--overwrite"] if overwrite else [])]
     print_text(f"The same as: {shlex.join(same)}")
     run(_PRETRAINING, [*data, *settings], output, minutes=minutes, overwrite=overwrite, encoder=encoder)
 
 
-def _faster_precision(settings: Sequence[str]) -> list[str]:
-    """Return bfloat16 as a setting if a step in it takes four fifths of float32's time or less on this machine."""
-    from ..engines.pace import SECONDS, measure_pace
-    from ..federation import build_federation
-    from ..models.precision import has_bfloat16
+def _timed_choices(settings: Sequence[str], minutes: float | None) -> list[str]:
+    """Return settings with which this machine trains on more images, by timed steps, and print them.
+
+    The precision is bfloat16 where a step in it takes four fifths of float32's time or less. The network is a small one
+    where the preset's would see images of at most 128 pixels too rarely in that time.
+    """
+    from ..evaluation.verdict import too_short
     from ..recipe.reading import load_recipe
     from ..tables.dry_run import training_data
 
-    steps: dict[str, float] = {}
+    chosen: list[str] = []
+    logging.disable(logging.WARNING)  # the run warns of the same
+    with suppress(Exception):  # what fails here fails in the run, which says why
+        recipe = load_recipe(_PRETRAINING, settings)
+        data = training_data(recipe.data, recipe.seed, None)
+        assert data is not None
+        images, side = len(data.train_images), max(data.train_images.shape[2:])
+        (network,) = recipe.architectures
+        step, precision = _step_seconds(recipe, data, settings)
+
+        def passes(step: float) -> float:
+            return 60 * (minutes or math.inf) / step * recipe.training.batch_size / images
+
+        as_long = recipe.model_dump() | {"rounds": passes(step)}
+        as_long["training"] |= {"local_epochs": 1, "local_steps": None}
+        given = any(setting.startswith(("architectures", "rounds")) for setting in settings)
+        if not given and network != _SMALL_NETWORK and side <= _LARGEST_SIDE and too_short(as_long, images):
+            small = load_recipe(_PRETRAINING, [*settings, f"architectures=[{_SMALL_NETWORK}]"])
+            faster, precision = _step_seconds(small, data, settings)
+            print_text(
+                f"With --minutes {minutes:g} {network} would see each image {passes(step):.3g} times, which is too "
+                f"rarely. The network is {_SMALL_NETWORK}, which sees it {passes(faster):.3g} times; "
+                f"architectures=[{network}] keeps the other."
+            )
+            chosen.append(f"architectures=[{_SMALL_NETWORK}]")
+        if precision:
+            print_text("training.precision is bfloat16, in which steps are faster on this machine.")
+            chosen.append(f"training.precision={precision}")
+    logging.disable(logging.NOTSET)
+    return chosen
+
+
+def _step_seconds(recipe: Recipe, data: Dataset, settings: Sequence[str]) -> tuple[float, str | None]:
+    """Return the seconds of a step, and bfloat16 if it is not given and takes four fifths of the time or less."""
+    from ..engines.pace import SECONDS, measure_pace
+    from ..federation import build_federation
+    from ..models.precision import has_bfloat16
+
+    def timed(recipe: Recipe) -> float:
+        return measure_pace(build_federation(recipe, data), SECONDS).step
+
+    step = timed(recipe)
     if has_bfloat16() and not any("precision" in setting for setting in settings):
-        logging.disable(logging.WARNING)  # the run warns of the same
-        with suppress(Exception):  # what fails here fails in the run, which says why
-            recipe = load_recipe(_PRETRAINING, settings)
-            data = training_data(recipe.data, recipe.seed, None)
-            for precision in ("float32", "bfloat16"):
-                training = recipe.training.model_copy(update={"precision": precision})
-                federation = build_federation(recipe.model_copy(update={"training": training}), data)
-                steps[precision] = measure_pace(federation, SECONDS).step
-        logging.disable(logging.NOTSET)
-    if steps.get("bfloat16", math.inf) > 0.8 * steps.get("float32", 0.0):
-        return []
-    share = steps["bfloat16"] / steps["float32"]
-    print_text(f"training.precision is bfloat16: a step takes {share:.2f} of float32's time on this machine.")
-    return ["training.precision=bfloat16"]
+        training = recipe.training.model_copy(update={"precision": "bfloat16"})
+        if (faster := timed(recipe.model_copy(update={"training": training}))) <= 0.8 * step:
+            return faster, "bfloat16"
+    return step, None
 
 
 def run_table(

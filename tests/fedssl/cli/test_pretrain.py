@@ -6,9 +6,10 @@ import shlex
 
 import pytest
 
+from fedssl import cli
 from fedssl.engines import pace
 from fedssl.models import precision
-from fedssl.recipe.reading import load_stored_recipe
+from fedssl.recipe.reading import load_recipe, load_stored_recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.data.image_samples import write_two_classes
 
@@ -40,10 +41,33 @@ def test_bfloat16_is_taken_where_a_step_in_it_is_faster(has, given, share, expec
         code, out, err = fedssl("pretrain", "photos", *given, *SHORT)
     assert code == 0, err
     assert load_stored_recipe(RunDirectory.open(tmp_path / "run")).training.precision == expected
-    assert ("training.precision is bfloat16: a step takes 0.50 of float32's time" in out) == (expected == "bfloat16")
-    assert timed == (["float32", "bfloat16"] if has and not given else [])
+    assert ("training.precision is bfloat16" in out) == (expected == "bfloat16")
+    assert timed == (["float32", "bfloat16"] if has and not given else ["float32"])
     same = shlex.split(next(line for line in out.splitlines() if line.startswith("The same as:")).partition(":")[2])
     assert ("training.precision=bfloat16" in same) == (expected == "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "given", "expected"),
+    [
+        (1.0, (), "small_convnet_512"),
+        (0.001, (), "resnet18"),
+        (1.0, ("architectures=[resnet18]",), "resnet18"),
+        (1.0, ("data.image_size=160",), "resnet18"),
+    ],
+    ids=["too few passes", "enough", "given", "larger images"],
+)
+def test_a_small_network_is_taken_where_the_time_is_short_for_the_presets(
+    seconds, given, expected, fedssl, monkeypatch, tmp_path
+):
+    write_two_classes(tmp_path / "photos")
+    monkeypatch.setattr(precision, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(pace, "measure_pace", lambda federation, _: pace.Pace(seconds, 1.0, 1.0, 1))
+    monkeypatch.setattr(cli.runs, "run", lambda recipe, overrides, *_, **__: load_recipe(recipe, overrides))
+    _, out, _ = fedssl("pretrain", "photos", "data.image_size=96", "preset=natural", *given, "--minutes", "1")
+    same = next(line for line in out.splitlines() if line.startswith("The same as:"))
+    assert ("architectures=[small_convnet_512]" in same) == (expected == "small_convnet_512")
+    assert ("resnet18 would see each image" in out) == (expected == "small_convnet_512")
 
 
 def test_what_cannot_be_timed_is_told_by_the_run(fedssl, monkeypatch):
