@@ -25,7 +25,7 @@ _WHITE_IS_ZERO, _RGB, _PALETTE, _CMYK, _YCBCR, _CIELAB = 0, 2, 3, 5, 6, 8  # pho
 _SAMPLES = {_WHITE_IS_ZERO: 1, 1: 1, _RGB: 3, _PALETTE: 1, _CMYK: 4, _YCBCR: 3, _CIELAB: 3}  # without further bands
 _ASSOCIATED, _UNASSOCIATED = 1, 2  # what a further band is: alpha, by which colours are multiplied or not
 _NOT_CONVERTED = (1, 5, 8, 32773, 32946, 34925, 34926, 50000)  # compressions that leave YCbCr as it is
-_OWN_SIZE = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 50002, 52546)  # JPEG, 2000, and XL, which is not read
+_OWN_SIZE = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 50002, 52546)  # JPEG, 2000 and XL
 _ORIENTATION = 274
 _MOST_DIRECTORIES = 20_000  # reading these takes some ten seconds
 
