@@ -74,7 +74,7 @@ def test_make_test_installs_once_and_ends_with_types(tmp_path: Path) -> None:
     assert "pip" not in make(tmp_path, "test").stdout
 
 
-@pytest.mark.parametrize("fails", ["--dist loadfile", "nightly tests/fedssl/engines/flower/test_simulation.py", "mypy"])
+@pytest.mark.parametrize("fails", ["--dist loadfile", "nightly tests/fedssl/engines/flower/test_deployment.py", "mypy"])
 def test_make_test_fails_where_one_of_its_three_parts_does_and_shows_all(tmp_path: Path, fails: str) -> None:
     done = make(tmp_path, "test", fails=fails)
     assert done.returncode != 0

@@ -93,7 +93,7 @@ def test_a_site_of_its_own_data_needs_data_and_the_flower_engine(quick, tiny, tm
 def test_the_runs_name_cannot_leave_the_sites_folder(quick, tmp_path):
     [site] = write_sites(tmp_path, 1)
     (tmp_path / "recipe.yaml").write_text(quick(**AVERAGED).to_yaml())
-    states = _site_from_file(str(tmp_path / "recipe.yaml"), (("site", str(site)),)).states
+    states = _site_from_file(tmp_path / "recipe.yaml", {"site": str(site)}).states
     with pytest.raises(UserError, match="the server's name of the run is invalid: expected 1 to 64 letters"):
         states("../elsewhere")
 
