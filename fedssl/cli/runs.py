@@ -9,7 +9,7 @@ import shlex
 import time
 import webbrowser
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -198,8 +198,9 @@ def _timed_choices(settings: Sequence[str], minutes: float | None) -> list[str]:
     from ..tables.dry_run import training_data
 
     chosen: list[str] = []
-    logging.disable(logging.WARNING)  # the run warns of the same
-    with suppress(Exception):  # what fails here fails in the run, which says why
+    with ExitStack() as quiet, suppress(Exception):  # what fails here fails in the run, which says why
+        logging.disable(logging.WARNING)  # the run warns of the same
+        quiet.callback(logging.disable, logging.NOTSET)
         recipe = load_recipe(_PRETRAINING, settings)
         data = training_data(recipe.data, recipe.seed, None)
         assert data is not None
@@ -225,7 +226,6 @@ def _timed_choices(settings: Sequence[str], minutes: float | None) -> list[str]:
         if precision:
             print_text("training.precision is bfloat16, in which steps are faster on this machine.")
             chosen.append(f"training.precision={precision}")
-    logging.disable(logging.NOTSET)
     return chosen
 
 
@@ -417,6 +417,7 @@ def export(
     from ..export.compiled_formats import FILES
     from ..export.encoder_folder import export_encoder
     from ..run_folder.directory import EXPORTED
+    from ..run_folder.storage import write_atomically
 
     wanted = {"onnx": onnx, "torch-export": torch_export}
     formats = [name for name in FILES if wanted[name]]
@@ -428,8 +429,8 @@ def export(
         f"    from load import load_encoder, normalize\n"
         f"    print(load_encoder()(normalize(torch.zeros(1, {shape}, dtype=torch.uint8))).shape)"
     )
-    with suppress(OSError):  # of somebody else's run
-        (run / EXPORTED).write_text(str(path.absolute()), encoding="utf-8")
+    with suppress(UserError):  # of somebody else's run
+        write_atomically(run / EXPORTED, str(path.absolute()).encode())
     print_next("embed", output, _images_of(run), "--output", "features.npz")
 
 

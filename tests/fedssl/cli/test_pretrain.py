@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from fedssl import cli
 from fedssl.engines import pace
 from fedssl.models import precision
 from fedssl.recipe.reading import load_recipe, load_stored_recipe
-from fedssl.run_folder.directory import RunDirectory
+from fedssl.run_folder.directory import EXPORTED, RunDirectory
 from tests.fedssl.data.image_samples import write_two_classes
 
 SHORT = ("rounds=1", "training.local_steps=1", "architectures=[small_convnet]", "--output", "run")
@@ -75,3 +76,14 @@ def test_what_cannot_be_timed_is_told_by_the_run(fedssl, monkeypatch):
     code, _, err = fedssl("pretrain", "nowhere", *SHORT)
     assert code != 0
     assert "there is no file or folder nowhere" in err
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_where_an_encoder_was_exported_is_not_written_through_a_link(link, fedssl, tmp_path):
+    write_two_classes(tmp_path / "photos")
+    assert fedssl("pretrain", "photos", "training.precision=float32", *SHORT)[0] == 0
+    (tmp_path / "own.txt").write_text("mine")
+    link(tmp_path / "run" / EXPORTED, tmp_path / "own.txt")
+    assert fedssl("export", "run", "encoder")[0] == 0
+    assert (tmp_path / "own.txt").read_text() == "mine"
+    assert (tmp_path / "run" / EXPORTED).read_text() == str(tmp_path / "encoder")
