@@ -181,7 +181,11 @@ def pretrain(
         data.append(f"data.more_paths={json.dumps(more)}")
     options = {"--encoder": encoder, "--minutes": minutes, "--output": output}
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    settings += _timed_choices([*data, *settings], minutes)
+    try:
+        settings += _timed_choices([*data, *settings], minutes)
+    except KeyboardInterrupt:
+        print_text("\nStopped before the run began; nothing was written.")
+        raise Exit(130) from None
     same = ["fedssl", "run", _PRETRAINING, *data, *settings, *given, *(["--overwrite"] if overwrite else [])]
     print_text(f"The same as: {shlex.join(same)}")
     run(_PRETRAINING, [*data, *settings], output, minutes=minutes, overwrite=overwrite, encoder=encoder)
