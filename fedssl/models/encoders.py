@@ -10,11 +10,13 @@ They are small ones defined here, sized for a few CPU cores, or any of `timm`, a
 | `small_resnet10` | 307,248 | 1.0 M | 16.2 M | 128 |
 | `small_resnet10_wide` | 690,120 | 2.2 M | 36.1 M | 192 |
 | `small_vit` | 201,536 | 3.5 M | 3.7 M | 64 |
+| `small_vit_8x8` | 204,416 | 14.9 M | 15.1 M | 64 |
 | `small_resnet18` | 699,888 | 2.2 M | 35.0 M | 128 |
 
 Parameters are for grey 8x8 images. Colour images add 288 to 864, and 32x32x3 images add 12,032 to `small_vit`, which
-cuts every image into 4x4 patches. Multiply-adds are those of one image's forward pass; a training step takes about
-three times as many. For comparison, timm's `resnet18` takes 555 M at 32x32x3.
+cuts every image into 4x4 patches, and 3,008 to `small_vit_8x8`, which cuts it into 8x8. Multiply-adds are those of one
+image's forward pass; a training step takes about three times as many. For comparison, timm's `resnet18` takes 555 M at
+32x32x3.
 """
 
 import difflib
@@ -43,11 +45,10 @@ _RESNETS = {
     "small_resnet10_wide": ((1, 1, 1, 1), (24, 48, 96, 192)),
     "small_resnet18": ((2, 2, 2, 2), (16, 32, 64, 128)),
 }
-# name -> (width, blocks, heads)
-_SMALL_VISION_TRANSFORMERS = {"small_vit": (64, 4, 4)}
+# name -> (patches along the image's side, whose own side follows from the image's; width, blocks, heads)
+_SMALL_VISION_TRANSFORMERS = {"small_vit": (4, 64, 4, 4), "small_vit_8x8": (8, 64, 4, 4)}
 # timm's vit_tiny_patch16_224 with patches of another side, at any image size: LW-FedSSL's section 4.8 and Table 11
 _TINY_PATCHES = {"vit_tiny_patch4": 4, "vit_tiny_patch8": 8}
-_GRID = 4  # small_vit's patches along the image's side; their side follows from the image's
 # timm's files whose models take `img_size` and `patch_size` and cut the image into a grid of patches.
 _VISION_TRANSFORMERS = ("vision_transformer", "deit", "eva", "beit")
 #: the first layers of timm's ResNets, see `build_encoder`
@@ -226,9 +227,9 @@ def timm_arguments(architecture: str, in_channels: int, image_size: int) -> tupl
         stem = {"stem_type": "deep", "stem_width": widths[0] // 2, "zero_init_last": False}
         return "resnet18", {"in_chans": in_channels, "layers": list(layers), "channels": list(widths), **stem}
     if architecture in _SMALL_VISION_TRANSFORMERS:
-        _require_multiple(architecture, image_size, _GRID)
-        width, blocks, heads = _SMALL_VISION_TRANSFORMERS[architecture]
-        size = {"img_size": image_size, "patch_size": image_size // _GRID}
+        grid, width, blocks, heads = _SMALL_VISION_TRANSFORMERS[architecture]
+        _require_multiple(architecture, image_size, grid)
+        size = {"img_size": image_size, "patch_size": image_size // grid}
         shape = {"embed_dim": width, "depth": blocks, "num_heads": heads}
         return "vit_tiny_patch16_224", {"in_chans": in_channels, **size, **shape}
     if architecture in _TINY_PATCHES:

@@ -22,6 +22,7 @@ SMALL = [
     "small_resnet10_wide",
     "small_resnet18",
     "small_vit",
+    "small_vit_8x8",
 ]
 
 
