@@ -66,7 +66,8 @@ def test_training_from_weights_is_shorter():
 
 def test_a_collapse_is_named(tiny, tmp_path):
     text = measured(tiny, tmp_path / "run", 10.0, 4.0, 20.0, ranks=(159.0, 20.0))
-    assert "have collapsed: their effective rank fell from 159.0 to 20.0" in text
+    assert "have collapsed: their effective rank fell from 159.0 to 20.0. Take objective simclr, a lower" in text
+    assert "collapsed" not in measured(tiny, tmp_path / "learned", 6.9, 28.6, 8.1, ranks=(86.5, 36.2))
 
 
 def test_a_run_that_is_not_finished_or_not_measured_says_nothing(tiny, tmp_path):
