@@ -31,9 +31,6 @@ app = Typer(
 )
 
 _Folder = Annotated[Path, Option(metavar="FOLDER", help="The coordinator's folder, which fedssl provision wrote.")]
-_Insecure = Annotated[
-    bool, Option("--insecure", help="Connect without TLS and without authentication; for tests only.")
-]
 
 
 @app.command()
@@ -70,22 +67,15 @@ def folders(
 
 
 @app.command()
-def request(folder: Annotated[Path, Argument(metavar="FOLDER", help="The site's or the server's folder.")]) -> None:
-    """At a site or the server: make its private key, and write a request with the public key for the coordinator."""
-    path, fingerprint = _deploy_folders().write_request(folder)
-    print_text(f"Send {path} to the coordinator, and compare the key's fingerprint by telephone: {fingerprint}")
-
-
-@app.command()
 def answer(
     consortium: Annotated[Path, Argument(metavar="FILE", help="The consortium's YAML file.")],
-    requests: Annotated[list[Path], Argument(metavar="REQUEST...", help="What sites or the server sent.")],
+    requests: Annotated[list[Path], Argument(metavar="PUBLIC-KEY...", help="Files .pub that members sent.")],
     output: _Folder = Path("consortium"),
     new_server_key: Annotated[
         bool, Option("--new-server-key", help="Accept that the server has another key than before; ask by telephone.")
     ] = False,
 ) -> None:
-    """Accept requests: register a site's public key, or issue the server's certificate."""
+    """Accept public keys that members made: register a site's, or issue the server's certificate."""
     from ..deploy.consortium import load_consortium
 
     loaded = load_consortium(consortium)
@@ -106,22 +96,19 @@ def revoke(
 @app.command()
 def register(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="The server's folder.")],
-    superlink_process: Annotated[
-        int | None, Option(metavar="PID", help="Wait until this process listens; its start script does so.")
-    ] = None,
+    wait: Annotated[float, Option(metavar="SECONDS", help="Wait so long for the server; its start script does.")] = 0.0,
 ) -> None:
-    """At the running server: accept the keys in FOLDER/sites and no others, and write the operator's connection.
+    """At the running server: accept the keys in FOLDER/sites and no others.
 
-    It prints who is in, who is new, who is out and which keys it refuses, by site.
+    It prints who is in and connected, who is new, who is out and which keys it refuses, by site.
     """
-    from ..deploy.consortium import load_member
+    from ..deploy.consortium import load_server
     from ..engines.flower.site_keys import SITES
 
     keys = _flower("deploy.registered_keys")
-    address = load_member(folder).server.superlink
-    for line in keys.register_keys(folder / SITES, address, folder / "ca.crt", superlink_process):
+    address = load_server(folder).superlink
+    for line in keys.register_keys(folder / SITES, address, folder / "ca.crt", wait):
         print_text(line)
-    keys.write_connection(folder / "flower", address, folder / "ca.crt")
 
 
 def flower_app(
@@ -149,23 +136,12 @@ def superlink(
         Argument(metavar="FOLDER", help="Folder with ca.crt, server.crt and server.key; the database is kept there."),
     ],
     port: Annotated[int, Option(min=1, max=65535, help="Port of 127.0.0.1 to listen on.")] = 8000,
-    reverse_proxy: Annotated[
-        int | None,
-        Option(
-            "--reverse-proxy",
-            metavar="PORT",
-            min=1,
-            max=65535,
-            help="Port of an nginx in front of the SuperLink: its nginx.conf is written into FOLDER.",
-        ),
-    ] = None,
-    insecure: _Insecure = False,
 ) -> None:
     """Start Flower's SuperLink, the server that the sites connect to.
 
     It uses TLS and accepts only sites that authenticate themselves.
     """
-    raise Exit(_flower("deploy.nodes").superlink(folder, port, insecure, reverse_proxy))
+    raise Exit(_flower("deploy.nodes").superlink(folder, port))
 
 
 def supernode(
@@ -176,21 +152,20 @@ def supernode(
         ),
     ],
     superlink: Annotated[str, Option(help="Address of the SuperLink, as host:port.")],
-    root_certificates: Annotated[Path | None, Option(help="Certificate (ca.crt) of the SuperLink's authority.")] = None,
-    key: Annotated[Path | None, Option(help="Private key of the site.")] = None,
+    root_certificates: Annotated[Path, Option(help="Certificate (ca.crt) of the SuperLink's authority.")],
+    key: Annotated[Path, Option(help="Private key of the site.")],
     allow: Annotated[
         list[str] | None,
         Option(
             metavar="DIGEST", help="Run the app with this digest besides those in the site's file; may be repeated."
         ),
     ] = None,
-    insecure: _Insecure = False,
 ) -> None:
     """Start Flower's SuperNode for this site. It takes part in runs until it is stopped.
 
     With --allow or approved_apps in the site's file, it runs approved apps alone.
     """
-    raise Exit(_flower("deploy.nodes").supernode(site, superlink, root_certificates, key, insecure, allow or ()))
+    raise Exit(_flower("deploy.nodes").supernode(site, superlink, root_certificates, key, allow or ()))
 
 
 def _deploy_folders() -> ModuleType:

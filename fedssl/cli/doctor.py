@@ -5,32 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
-from typing import Annotated
 
 from rich.table import Table as TextTable
-from typer import Exit, Option
 
 from ..errors import installed_distribution
-from .console import console, print_next, print_text
+from .console import console, print_next
 
 REQUIRED = ("torch", "torchvision", "timm", "numpy", "pydantic", "scikit-learn", "safetensors", "matplotlib")
 OPTIONAL = ("onnx", "onnxruntime", "flwr")
 
 
-def doctor(
-    consortium: Annotated[
-        Path | None,
-        Option(
-            metavar="FOLDER",
-            help="Check a site's folder instead; of the server's, show which sites are connected.",
-        ),
-    ] = None,
-) -> None:
+def doctor() -> None:
     """Show what is installed and used, and test the CUDA kernels. Look here first if something does not work."""
-    if consortium is not None:
-        _check_site(consortium)
-        return
     import torch
 
     import fedkernels
@@ -44,19 +30,6 @@ def doctor(
         table.add_row(*fact)
     console.print(table)
     print_next("recipes")
-
-
-def _check_site(folder: Path) -> None:
-    """Print what a site needs for a run, each line ok or with what to do; exit with code 1 if something is to do."""
-    from ..engines import flower_module
-
-    checks = flower_module("deploy.site_check").check_site(folder)
-    for check in checks:
-        print_text(f"{'ok   ' if check.advice is None else 'to do'}  {check.what}: {check.finding}")
-        if check.advice is not None:
-            print_text(f"       {check.advice}")
-    if any(check.advice is not None for check in checks):
-        raise Exit(1)
 
 
 def diagnose() -> list[tuple[str, str]]:

@@ -1,11 +1,11 @@
-"""The files that describe a consortium: `consortium.yaml`, and `member.yaml` in the server's and each site's folder."""
+"""The files that describe a consortium: `consortium.yaml`, and `server.yaml` in the server's folder."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from ..options import Options, read_options
 
@@ -25,7 +25,7 @@ valid_days: 365        # how long the server's certificate is valid; a later cal
 #: how the server starts with a first run of the sites' own images
 FIRST_RUN = "./start.sh fedbyol 'data.image_shape=[3, 64, 64]' training.batch_size=32 rounds=2"
 
-MEMBER_FILE = "member.yaml"
+SERVER_FILE = "server.yaml"
 #: a certificate that ends within this many days is renewed
 RENEWAL_DAYS = 30
 
@@ -58,21 +58,12 @@ class ServerOptions(Options):
         return f"127.0.0.1:{self.internal_port}"
 
 
-class Member(Options):
-    """A site's or the server's place in the consortium, as `member.yaml` in its folder describes it."""
-
-    consortium: str = Field(..., pattern=_NAME, description="the consortium's name")
-    name: str = Field(..., pattern=_NAME, description="the site's name, or server")
-    server: ServerOptions = Field(..., description="where the sites reach the server")
-    client: int | None = Field(None, ge=0, description="the site's client number; null for the server")
-
-
 class Consortium(Options):
     """A consortium: one server and its sites."""
 
     name: str = Field(..., pattern=_NAME, description="lower-case letters, digits and hyphens; named in certificates")
     server: ServerOptions = Field(..., description="where the sites reach the server")
-    sites: list[str] = Field(
+    sites: list[Annotated[str, StringConstraints(pattern=_NAME)]] = Field(
         ..., min_length=1, max_length=1000, description="the sites' names in the order of their client numbers"
     )
     valid_days: int = Field(
@@ -85,16 +76,8 @@ class Consortium(Options):
     @field_validator("sites", mode="after")
     @classmethod
     def _require_site_names(cls, sites: list[str]) -> list[str]:
-        for site in sites:
-            if not re.fullmatch(_NAME, site):
-                raise ValueError(
-                    f"the site's name {site!r} is invalid: expected 1 to 40 lower-case letters, digits and hyphens, "
-                    "without a hyphen at either end"
-                )
-            if site in ("authority", "server"):
-                raise ValueError(
-                    f"a site cannot be named {site}: that is the name of another folder; choose another name"
-                )
+        for site in {"authority", "server"} & {*sites}:
+            raise ValueError(f"a site cannot be named {site}: that is the name of another folder; choose another name")
         repeated = sorted({site for site in sites if sites.count(site) > 1})
         if repeated:
             raise ValueError(f"each site needs a name of its own, but {repeated[0]} occurs more than once")
@@ -106,7 +89,7 @@ def load_consortium(path: str | Path) -> Consortium:
     return read_options(path, Consortium, "the consortium's file", "fedssl provision --example prints one")
 
 
-def load_member(folder: Path) -> Member:
-    """Read `member.yaml` of a folder; raise UserError if `provision` did not write the folder, or it is damaged."""
-    hint = f"name a folder that fedssl provision wrote, not {folder}"
-    return read_options(folder / MEMBER_FILE, Member, "the file", hint)
+def load_server(folder: Path) -> ServerOptions:
+    """Read `server.yaml` of a folder; raise UserError if `provision` did not write the folder, or it is damaged."""
+    hint = f"name the server's folder, which fedssl provision wrote, not {folder}"
+    return read_options(folder / SERVER_FILE, ServerOptions, "the file", hint)

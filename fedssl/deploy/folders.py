@@ -1,7 +1,7 @@
 """The folders of a consortium: one for the authority, one for the server, one for each site.
 
 Everything can be written again at any time: what is missing is added, and what is there stays. A site or the server
-may make its private key itself: it then sends a request with the public key, which the coordinator answers.
+may make its private key itself, by ssh-keygen: it then sends the public key, which the coordinator answers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from pathlib import Path
 
 import yaml
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import NameOID
 
 from ..engines.flower.site_keys import MANIFEST, SITES, key_fingerprint
 from ..errors import UserError
@@ -23,7 +20,7 @@ from ..templates import fill_template
 from ..untrusted import read_regular_file
 from . import certificates, keys
 from .certificates import Authority
-from .consortium import MEMBER_FILE, RENEWAL_DAYS, Consortium, Member, load_member
+from .consortium import RENEWAL_DAYS, SERVER_FILE, Consortium
 from .keys import PublicKey
 
 #: in the coordinator's copy of the server's folder, the public keys of sites that may no longer take part
@@ -34,7 +31,7 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     """Write the folders of a consortium into a folder, or add what is missing; return a line for each thing done.
 
     The consortium may have more sites or another address than before. With `keys_at_sites` the private keys of new
-    folders are left to the sites and the server (`write_request`).
+    folders are left to the sites and the server (STEPS.md says how).
 
     Raises:
         UserError: the sites' order has changed; the authority is missing, damaged or another consortium's; a file
@@ -65,26 +62,8 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     return done
 
 
-def write_request(folder: Path) -> tuple[Path, str]:
-    """Make the private key of a site's or the server's folder, unless it has one, and write a request for it.
-
-    Returns:
-        The request's path and the key's fingerprint.
-
-    Raises:
-        UserError: the folder is not one that `provision` wrote; a file cannot be written.
-    """
-    name = load_member(folder).name
-    key = keys.server_key(folder / "server.key") if name == "server" else keys.site_key(folder / "site.key")
-    builder = x509.CertificateSigningRequestBuilder().subject_name(certificates.common_name(name))
-    request = builder.sign(key, hashes.SHA256())
-    path = folder / f"{name}.request"
-    _write_text(path, request.public_bytes(Encoding.PEM).decode())
-    return path, key_fingerprint(key.public_key())
-
-
 def answer_request(request: Path, folder: Path, consortium: Consortium, new_server_key: bool = False) -> list[str]:
-    """Accept a request, of which the name and the key alone count, in the coordinator's folder.
+    """Accept a public key that a site or the server has sent, whose comment is its name, in the coordinator's folder.
 
     Register a site's key, or issue the server's certificate; return a line for each thing done, with the fingerprint.
     With `new_server_key` the server may have another key than before.
@@ -132,7 +111,7 @@ def answer_request(request: Path, folder: Path, consortium: Consortium, new_serv
         if keys.read_public(revoked) == key:
             raise UserError(
                 f"the key in {request} was revoked ({revoked}): the site must move its site.key away and "
-                "call fedssl provision request again, which makes a new one"
+                "make a new one, see its STEPS.md"
             )
     _make_private_folder(public.parent)
     _write_text(public, keys.public_text(key))
@@ -176,17 +155,19 @@ def _prepare_server(consortium: Consortium, folder: Path, authority: Authority, 
         advice = "provision the consortium anew in another folder before, and give every site the new ca.crt"
         done.append(f"authority: its certificate ends on {last:%Y-%m-%d}, and the server's with it: {advice}")
     if public is None:
-        done.append("server: its key is made at the server: fedssl provision request SERVER-FOLDER, then answer")
+        done.append("server: its key is made at the server (STEPS.md), then fedssl provision answer")
     elif reason := certificates.needs_renewal(folder / "server.crt", consortium.server.address, last):
         issued = _issue_certificate(folder, authority, public, consortium)
         done.append(
             f"server: wrote server.crt, valid until {issued.not_valid_after_utc:%Y-%m-%d} ({reason}); "
             "copy it to the server and restart the server"
         )
-    unit = _write_member_files(folder, consortium, "server", None, f"Server of {consortium.name} (fedssl)")
+    _write_text(folder / SERVER_FILE, yaml.safe_dump(consortium.server.model_dump(), sort_keys=False))
+    unit = _write_unit(folder, consortium, "server", f"Server of {consortium.name} (fedssl)")
     about = {"consortium": consortium.name, "server": consortium.server, "clients": len(consortium.sites)}
     _fill(folder / "STEPS.md", "server_steps.md", **about, unit=unit, has_key=public is not None)
     _fill(folder / "start.sh", "server_start.sh", **about)
+    _fill(folder / "nginx.conf", "nginx.conf", **about)
     return done
 
 
@@ -209,7 +190,7 @@ def _prepare_site(
     name = consortium.sites[client]
     site, public = folder / name, folder / "server" / SITES / f"{name}.pub"
     if _revoked(folder / "server", name) and not public.exists():
-        return [f"{name}: its key is revoked; for a new one: fedssl provision request, then answer"]
+        return [f"{name}: its key is revoked; for a new one see its STEPS.md, then fedssl provision answer"]
     if public.exists() and not site.exists():
         return []  # the site has its folder, which was deleted here
     has_key = (not site.exists() and not keys_at_sites) or (site / "site.key").exists()
@@ -217,8 +198,8 @@ def _prepare_site(
     _write_authority_certificate(site / "ca.crt", authority)
     if not (site / "site.yaml").exists():  # the site may have changed it
         _fill(site / "site.yaml", "site.yaml", site=name, client=client)
-    unit = _write_member_files(site, consortium, name, client, f"{name} in {consortium.name} (fedssl)")
-    about = {"consortium": consortium.name, "site": name}
+    unit = _write_unit(site, consortium, name, f"{name} in {consortium.name} (fedssl)")
+    about = {"consortium": consortium.name, "site": name, "server": consortium.server}
     _fill(site / "STEPS.md", "site_steps.md", **about, unit=unit, has_key=has_key or public.exists())
     done = []
     if has_key:
@@ -227,15 +208,13 @@ def _prepare_site(
             _write_text(public, keys.public_text(key))
         done.append(f"{name}: client {client}, key {key_fingerprint(keys.read_public(public))}")
     elif not public.exists():
-        done.append(f"{name}: client {client}; its key is made at the site: fedssl provision request, then answer")
-    _fill(site / "start.sh", "site_start.sh", **about, server=consortium.server)
+        done.append(f"{name}: client {client}; its key is made at the site (STEPS.md), then fedssl provision answer")
+    _fill(site / "start.sh", "site_start.sh", **about)
     return done
 
 
-def _write_member_files(folder: Path, consortium: Consortium, name: str, client: int | None, description: str) -> str:
-    """Write `member.yaml` and the systemd unit of a site or the server; return the unit's name."""
-    member = Member(consortium=consortium.name, name=name, server=consortium.server, client=client)
-    _write_text(folder / MEMBER_FILE, yaml.safe_dump(member.model_dump(exclude_none=True), sort_keys=False))
+def _write_unit(folder: Path, consortium: Consortium, name: str, description: str) -> str:
+    """Write the systemd unit of a site or the server; return its name."""
     unit = f"fedssl-{consortium.name}-{name}.service"
     _fill(folder / unit, "systemd.service", description=description, folder=name)
     return unit
@@ -291,22 +270,12 @@ def _known_sites(folder: Path) -> list[str]:
 
 
 def _read_request(path: Path) -> tuple[str, PublicKey]:
-    """Return the name and the public key of a request. Its signature shows that the sender has the private key."""
-    data = keys.read_file(path, "the request", own=False)
-    try:
-        request = x509.load_pem_x509_csr(data)
-        names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        key = request.public_key()
-        valid = request.is_signature_valid
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
-        raise UserError(f"{path} is not a request of fedssl provision request: {error}") from error
-    problem = f"it has {len(names)} common names, expected one" if valid else "its signature is not of its key"
-    if not valid or len(names) != 1:
-        raise UserError(f"{path} is damaged or forged: {problem}; ask for a new one")
-    name = str(names[0].value)
+    """Return the name and the public key of a request, a line of ssh-keygen's format with the name as its comment."""
+    key = keys.read_public(path, own=False)
+    name = keys.read_file(path, "the request", own=False).decode(errors="replace").strip().rpartition(" ")[2]
     curve = keys.SERVER_CURVE if name == "server" else keys.SITE_CURVE
-    if not isinstance(key, PublicKey) or not isinstance(key.curve, curve):
-        raise UserError(f"{path} must hold a key on the curve {curve.name}: make it with fedssl provision request")
+    if not isinstance(key.curve, curve):
+        raise UserError(f"{path} must hold a key on the curve {curve.name}: make it as STEPS.md says")
     return name, key
 
 

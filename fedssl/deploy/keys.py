@@ -6,8 +6,6 @@ The server's key and the authority's are PEM files on the curve P-256, a site's 
 from __future__ import annotations
 
 import os
-import secrets
-from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -15,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..errors import UserError
-from ..run_folder.storage import cannot_write, sync_path
+from ..run_folder.storage import cannot_write
 from ..untrusted import read_regular_file, refuse_shared
 
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -62,22 +60,15 @@ def _read_private(path: Path, load, format_name: str, command: str) -> PrivateKe
 
 def write_private(path: Path, data: bytes) -> None:
     """Write a new file that only its user can read; raise UserError if it exists, as a key is never overwritten."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(handle, "wb") as file:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)  # fails if the file exists, which a rename would replace
-        sync_path(path.parent)
     except FileExistsError:
         raise UserError(f"{path} exists already, and a key is never overwritten: move it away first") from None
     except OSError as error:
         raise cannot_write(path, error) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def public_text(key: PublicKey) -> str:
@@ -85,9 +76,9 @@ def public_text(key: PublicKey) -> str:
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode() + "\n"
 
 
-def read_public(path: Path) -> PublicKey:
-    """Return the public key, on an elliptic curve, in a file of ssh-keygen's format."""
-    data = read_file(path, "the public key")
+def read_public(path: Path, own: bool = True) -> PublicKey:
+    """Return the public key, on an elliptic curve, in a file of ssh-keygen's format; for `own` see `read_file`."""
+    data = read_file(path, "the public key", own)
     try:
         key = serialization.load_ssh_public_key(data)
     except (ValueError, UnsupportedAlgorithm) as error:

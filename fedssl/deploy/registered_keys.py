@@ -1,48 +1,50 @@
-"""The sites' keys that a running SuperLink accepts, and the operator's connection to it."""
+"""The sites' keys that a running SuperLink and the reverse proxy in front of it accept."""
 
 from __future__ import annotations
 
-import json
+import base64
 import os
+import signal
 import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import httpx
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from ..engines.flower.site_keys import MANIFEST, key_fingerprint, read_manifest
 from ..errors import UserError
-from ..run_folder.storage import make_folder, write_atomically
+from ..run_folder.storage import write_atomically
 from .keys import read_public, require_own
 
 
-def operators_client(address: str, certificate: Path) -> ControlHttpClient:
-    """Return a client of the operator's interface of the SuperLink at host:port; `certificate` is its authority's."""
-    interceptors = [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
-    return ControlHttpClient.from_server_address(address, False, str(certificate.absolute()), interceptors=interceptors)
-
-
-def register_keys(keys: Path, address: str, certificate: Path, superlink: int | None = None) -> list[str]:
+def register_keys(keys: Path, address: str, certificate: Path, seconds: float = 0.0) -> list[str]:
     """Register the keys of a folder, files NAME.pub, at a SuperLink, and unregister all others; return a line for each.
 
-    Keys that are not in the folder's manifest are not registered. The lines say by site who is in, new or out. The
-    SuperLink's `address` is host:port, reached from its own machine; `certificate` is its authority's. If its process
-    id `superlink` is given, wait up to 180 s until it listens, as long as the process runs.
+    Keys that are not in the folder's manifest are not registered, and the reverse proxy passes no others. The lines
+    say by site who is in, and whether it is connected, new or out. The
+    SuperLink's `address` is host:port, reached from its own machine, for which is waited up to `seconds`; `certificate`
+    is its authority's.
 
     Raises:
-        UserError: the SuperLink is not reached, refuses the request, or has ended; a file is not a public key; a key of
+        UserError: the SuperLink is not reached, or refuses the request; a file is not a public key; a key of
             the manifest is missing; other users can write the folder or a file in it.
     """
     wanted, done = _accepted(keys)
+    _let_through(keys.parent, {name: key for key, (name, _) in wanted.items()})
+    authority, interceptors = str(certificate.absolute()), [RuntimeVersionHttpInterceptor(component_name="flwr CLI")]
     try:
-        with operators_client(address, certificate) as client:
+        with ControlHttpClient.from_server_address(address, False, authority, interceptors=interceptors) as client:
             nodes: dict[bytes, Any] = {}
-            for node in _list_nodes(client, superlink):
+            for node in _list_nodes(client, seconds):
                 public: Any = load_pem_public_key(node.public_key)
                 nodes[public_key_to_bytes(public)] = node
                 if node.status != "unregistered" and public_key_to_bytes(public) not in wanted:
@@ -54,7 +56,7 @@ def register_keys(keys: Path, address: str, certificate: Path, superlink: int | 
                     client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
                     done.append(f"new:     {name}, {about}")
                 elif nodes[key].status != "unregistered":
-                    done.append(f"in:      {name}, {about}")
+                    done.append(f"in:      {name}, {about}: {_connection(nodes[key])}")
                 else:  # Flower keeps it for ever, and registers it no more
                     advice = "the site must make a new key (fedssl provision revoke, request and answer)"
                     done.append(f"refused: {name}, {about}: it was unregistered earlier; {advice}")
@@ -95,36 +97,30 @@ def _accepted(folder: Path) -> tuple[dict[bytes, tuple[str, str]], list[str]]:
     return sites, lines
 
 
-def write_connection(folder: Path, address: str, certificate: Path) -> None:
-    """Write Flower's config.toml, with which the operator reaches the SuperLink as `consortium`."""
-    make_folder(folder)
-    text = (
-        '[superlink]\ndefault = "consortium"\n\n[superlink.consortium]\n'
-        f"address = {json.dumps(address)}\n"
-        f"root-certificates = {json.dumps(str(certificate.absolute()), ensure_ascii=False)}\n"
-    )
-    write_atomically(folder / "config.toml", text.encode())
+def _let_through(server: Path, keys: dict[str, bytes]) -> None:
+    """Let the reverse proxy of a server's folder pass the requests of these sites alone; one that runs is told so."""
+    lines = [f'"{base64.b64encode(key).decode()}" {name};\n' for name, key in keys.items()]
+    write_atomically(server / "nginx.sites", "".join(lines).encode())
+    with suppress(OSError, ValueError):  # it does not run
+        process = int((server / "nginx.pid").read_text())
+        if Path(f"/proc/{process}/comm").read_text() == "nginx\n":
+            os.kill(process, signal.SIGHUP)
 
 
-def _list_nodes(client: ControlHttpClient, superlink: int | None):  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + 180.0
+def _connection(node: NodeInfo) -> str:
+    """Return whether a site is connected, and since when or when it was; one that was cut off is online for a while."""
+    if not node.last_activated_at:
+        return "never connected"
+    at = datetime.fromisoformat(node.last_activated_at).astimezone(timezone.utc)
+    return f"{node.status}, connected at {at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _list_nodes(client: ControlHttpClient, seconds: float) -> Iterable[NodeInfo]:
+    deadline = time.monotonic() + seconds
     while True:
         try:
             return client.ListNodes(ListNodesRequest()).nodes_info
         except httpx.TransportError:
-            if superlink is None or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise
-            if not _runs(superlink):
-                raise UserError(f"the SuperLink (process {superlink}) has ended: see what it printed") from None
             time.sleep(0.5)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:  # no /proc
-        return True
-    except OSError:
-        return False
-    return state != "Z"  # a zombie has ended, and its shell has not asked for its exit code yet

@@ -8,11 +8,8 @@ import json
 import os
 import secrets
 import shutil
-import stat
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,9 +22,6 @@ from .storage import digest_of, require_place, sync_path, write_atomically, writ
 
 STATE_FILE = r"(server|client-[0-9]{4,})\.round-[0-9]{5,}\.safetensors"
 _StateFile = Annotated[str, Field(pattern=f"^{STATE_FILE}$")]
-#: how the names of `process_folder` begin; they are hidden, so that no folder of a user's own is taken for one
-_PROCESS_FOLDER = ".fedssl-"
-_LONGEST_PLACE = 60  # characters: the name of a socket below it may have 107 in all
 _Log = Annotated[str, Field(pattern=r"^[a-z]+\.csv$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # a SHA-256
 
@@ -105,25 +99,6 @@ def alone_in(path: Path, busy: str = "another process is at work on this run") -
         yield
     finally:
         os.close(folder)
-
-
-@contextmanager
-def process_folder() -> Iterator[Path]:
-    """Make a folder of this process for sockets and scripts that ends with it, and remove those of killed processes.
-
-    Only its user can enter it. A process locks its own folder, so one that nobody has locked belongs to none any more.
-    """
-    place = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_PLACE else "/tmp"
-    for old in Path(place).glob(f"{_PROCESS_FOLDER}*"):
-        with suppress(OSError, UserError):
-            found = old.lstat()  # a link's mode is another
-            is_own = (found.st_uid, found.st_mode) == (os.getuid(), stat.S_IFDIR | 0o700)
-            if is_own and time.time() - found.st_mtime > 60:  # a younger one may not be locked yet
-                with alone_in(old):
-                    shutil.rmtree(old, ignore_errors=True)
-    folder = tempfile.TemporaryDirectory(prefix=_PROCESS_FOLDER, dir=place, ignore_cleanup_errors=True)
-    with folder as name, alone_in(Path(name)):
-        yield Path(name)
 
 
 def default_folder(name: str, seed: int) -> Path:

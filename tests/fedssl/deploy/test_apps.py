@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,12 +14,9 @@ import yaml
 from flwr.app import Message, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load as load_toml
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
 from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.object_ref import load_app
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
 from flwr.supernode import start_client_internal
@@ -91,20 +87,6 @@ def test_any_description_makes_an_app_that_flower_builds(tiny, tmp_path):
     assert project["tool"]["flwr"]["app"]["config"]["output"] == "runs/größe \U0001f600"
     assert load_recipe(tmp_path / "app" / "fedssl_app" / "recipe.yaml") == recipe
     assert len(build_fab_from_disk(tmp_path / "app")) > 1000
-
-
-@pytest.mark.parametrize(("what", "kind"), [("server", ServerApp), ("client", ClientApp)])
-def test_an_app_folder_of_an_earlier_version_is_loaded_by_flower(what, kind, app, tmp_path, monkeypatch):
-    """It imports from the package itself, as it was one module then."""
-    shutil.copytree(app, tmp_path / "app")
-    module = tmp_path / "app" / "fedssl_app" / f"{what}_app.py"
-    now, then = (f"from fedssl.engines.flower{name} import make_{what}_app" for name in (f".{what}", ""))
-    assert now in module.read_text()
-    module.write_text(module.read_text().replace(now, then))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in [name for name in sys.modules if name.startswith("fedssl_app")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert isinstance(load_app(f"fedssl_app.{what}_app:app", ValueError, tmp_path / "app"), kind)
 
 
 # A site that approves apps

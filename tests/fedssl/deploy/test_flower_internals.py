@@ -15,17 +15,16 @@ PULL = "state object_store node_config receive get_run get_fab pull_object confi
 APPROVED = "approved apps: Flower's trusted entities sign apps, a site approves digests"
 #: name; its parameters, or None where it is no function; why; the public hook, or "" where there is none
 INTERNALS = [
-    ("superlink.extensions.get_middleware", "", "limits of requests", "flwr.ee.superlink.extensions"),
     ("superlink.servicer.fleet.fleet_handlers.push_messages", "request state", "limits of an answer", ""),
     ("supernode.start_client_internal._pull_and_store_message", PULL, APPROVED, ""),
     ("supernode.start_client_internal._insert_message", "msg state store", "the refusal of an app", ""),
-    ("supercore.protobuf.client.ProtobufClient._send", "self context stream", "bad answers", ""),
+    ("supercore.superexec.executor.subprocess_executor.subprocess", None, "apps are forked, which saves imports", ""),
     ("supercore.task_identity.TaskIdentity", None, "messages of a simulation, which has no SuperLink", ""),
     ("superlink.grid.http_grid.HttpGrid._runtime_client", None, "the size of an answer, while it arrives", ""),
     ("supercore.runtime.RuntimeHttpClient.PullMessages", "self request", "the same", ""),
     ("supercore.runtime.RuntimeHttpClient.PullObject", "self request", "the same", ""),
 ]
-#: commands that Flower's processes start by name, in whose place forked copies stand
+#: commands whose work forked processes do
 COMMANDS = ["flower-superlink", "flower-supernode", "flower-superexec", "flwr-clientapp", "flwr-serverapp"]
 
 

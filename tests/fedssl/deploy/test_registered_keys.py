@@ -30,6 +30,7 @@ class Registry:
     def RegisterNode(self, request):
         assert request.public_key not in [node.public_key for node in self.nodes]
         node = SimpleNamespace(public_key=request.public_key, name=request.name, status="registered")
+        node.last_activated_at = ""
         node.node_id = len(self.nodes)
         self.nodes.append(node)
 
@@ -38,9 +39,13 @@ class Registry:
 
 
 @pytest.fixture
-def register(monkeypatch) -> Callable[[Path], list[tuple[str, str]]]:
+def registry() -> Registry:
+    return Registry()
+
+
+@pytest.fixture
+def register(monkeypatch, registry) -> Callable[[Path], list[tuple[str, str]]]:
     """Register a server's keys; gives the first word of each line and the site or file that it names."""
-    registry = Registry()
 
     @contextmanager
     def connect(*arguments, **options):
@@ -66,11 +71,33 @@ def test_each_site_is_told_and_the_key_of_a_revoked_one_in_a_copied_folder_is_re
     revoke("hospital-b", folder)
     (server / "sites" / "hospital-b.pub").write_bytes(left_over)
     others = [("in", "hospital-a"), ("in", "hospital-c")]
+    assert [line.split()[1] for line in (server / "nginx.sites").read_text().splitlines()] == [f"{s};" for s in SITES]
     refused = [("refused", "hospital-b.pub"), ("no key", "hospital-b")]
     assert register(server) == [*refused, ("out", "hospital-b"), *others]
     assert register(server) == [*refused, *others]
+    passed = (server / "nginx.sites").read_text().splitlines()  # by the reverse proxy
+    assert [line.split()[1] for line in passed] == ["hospital-a;", "hospital-c;"]
     (server / "sites" / "hospital-b.pub").rename(server / "sites" / "stranger.pub")
     assert register(server) == [("refused", "stranger.pub"), ("no key", "hospital-b"), *others]
+
+
+@pytest.mark.parametrize(
+    ("status", "activated", "told"),
+    [
+        ("registered", "", "never connected"),
+        ("online", "2026-01-02T10:00:00+01:00", "online, connected at 2026-01-02 09:00:00 UTC"),
+        ("offline", "2026-01-02T10:00:00+01:00", "offline, connected at 2026-01-02 09:00:00 UTC"),
+    ],
+)
+def test_of_a_site_that_is_in_the_line_says_whether_it_is_connected(
+    status, activated, told, provisioned, register, registry
+):
+    server = provisioned(sites=SITES[:1]) / "server"
+    register(server)
+    vars(registry.nodes[0]).update(status=status, last_activated_at=activated)
+    [line] = register_keys(server / "sites", "h:1", server / "ca.crt")
+    assert line.startswith("in:      hospital-a, client 0, key SHA256:")
+    assert line.endswith(f": {told}")
 
 
 def test_a_key_that_flower_has_unregistered_is_told(provisioned, register):

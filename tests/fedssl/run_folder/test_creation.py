@@ -10,7 +10,7 @@ import pytest
 from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.run_folder import creation
-from fedssl.run_folder.creation import alone_in, default_folder, process_folder, refuse_existing
+from fedssl.run_folder.creation import alone_in, default_folder, refuse_existing
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.short_runs import everything
 
@@ -55,28 +55,6 @@ def test_a_run_is_replaced_only_where_asked(tmp_path):
     assert (tmp_path / "a" / "recipe.yaml").read_text() == "name: b\n"
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"recipe.yaml", "checkpoints"}
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_folders_of_killed_processes_are_removed_and_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(creation, "_LONGEST_PLACE", 1000)
-    if not (child := os.fork()):
-        with process_folder() as killed:
-            (killed / "copies").write_text("")
-            os._exit(0)
-    os.waitpid(child, 0)
-    [killed] = tmp_path.iterdir()
-    for name, mode in (("fedssl-mine", 0o700), (".fedssl-open", 0o755), (".fedssl-new", 0o700)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name).chmod(mode)
-    (tmp_path / ".fedssl-link").symlink_to("fedssl-mine")
-    with process_folder() as own:
-        others = {*tmp_path.iterdir()} - {killed}
-        for path in (own, *tmp_path.glob("*fedssl-[!n]*")):
-            os.utime(path, (0, 0), follow_symlinks=False)
-        with process_folder() as second:
-            assert {*tmp_path.iterdir()} == others | {second}
-    assert {*tmp_path.iterdir()} == others - {own}
 
 
 def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
