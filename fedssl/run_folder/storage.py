@@ -233,7 +233,7 @@ def write_message(path: Path, message: Message, flush: bool = True) -> str:
     Returns the file's SHA-256, see `digest_of`. For `flush` see `write_atomically`.
     """
     fields = {"numbers": message.numbers, "config": message.config, "metrics": message.metrics}
-    parts = _safetensors_parts(message.tensors, {"message": json.dumps(fields)})
+    parts = safetensors_parts(message.tensors, {"message": json.dumps(fields)})
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -241,7 +241,7 @@ def write_message(path: Path, message: Message, flush: bool = True) -> str:
     return digest.hexdigest()
 
 
-def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
+def safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
     """Return the content of a safetensors file: its header, and each tensor's bytes without a copy.
 
     The library's `save` copies them twice, which took most of the time of writing a client's state. Equal tensors and
@@ -266,17 +266,24 @@ def _safetensors_parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
 
 def read_message(path: Path) -> Message:
     """Read what `write_message` wrote; raise UserError if the file is missing or damaged."""
-    from safetensors.torch import load as load_tensors
-
     from ..messages import Message
 
     try:
         data = read_regular_file(path)
-        # Copies in torch's own memory: views of `data` would be aligned by chance, and a matrix product can round
-        # differently on memory that is aligned differently.
-        tensors = {name: tensor.clone() for name, tensor in load_tensors(data).items()}
+        tensors = safetensors_of(data)
         length = int.from_bytes(data[:8], "little")
         fields = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
         return Message(tensors, fields["numbers"], fields["config"], fields["metrics"])
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a checkpoint: {printable(str(error))}") from error
+
+
+def safetensors_of(data: bytes) -> dict[str, Tensor]:
+    """Return the tensors in the content of a safetensors file, in torch's own memory.
+
+    Views of `data` would be aligned by chance, and a matrix product can round differently on memory that is aligned
+    differently.
+    """
+    from safetensors.torch import load
+
+    return {name: tensor.clone() for name, tensor in load(data).items()}

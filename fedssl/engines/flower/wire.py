@@ -1,15 +1,14 @@
 """Convert messages: to Flower's records and back, to one vector of weights, and to tensors that lie in a file.
 
-In records tensors travel as raw bytes in their own dtype, all tensors of a dtype as one array. Flower moves every array
-by requests of its own, each way through the SuperLink's database: some forty a second on two cores, whatever their
-size. A model of 100 tensors would take a site's round 400 requests; as one array it takes a few.
+In records all tensors travel as one array, the content of a safetensors file. Flower moves every array by requests of
+its own, each way through the SuperLink's database: some forty a second on two cores, whatever their size. A model of
+100 tensors would take a site's round 400 requests; as one array it takes a few.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +18,16 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ...errors import SendableError, UserError
 from ...messages import Message
+from ...run_folder.storage import safetensors_of, safetensors_parts
 
-# Flower's own serialisation is NumPy's, which has no bfloat16 and adds a header of 128 bytes to every array.
-_SERIALISATION = "torch.raw"
-_DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES}
+_FORMAT = "safetensors"  # Flower's own is NumPy's, which has no bfloat16
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
+_DTYPES |= {torch.int64, torch.int32, torch.int16, torch.int8}
 _RECORDS: dict[str, Any] = {
     "tensors": ArrayRecord,
     "layout": ConfigRecord,
@@ -45,25 +45,11 @@ Vector = NDArray[np.float64]
 def to_records(message: Message) -> RecordDict:
     """Return a message as five records.
 
-    `tensors` has an array for each dtype, named by it: the tensors' entries one after another. `layout` lists the
-    tensors' names, dtypes, numbers of dimensions and, all in one list, sizes. The others are the message's.
+    `tensors` has one array, and `layout` the tensors' names in their order, which a safetensors file does not keep. The
+    others are the message's.
     """
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in message.tensors.values()]
-    parts: dict[str, list[memoryview]] = {}
-    for dtype, (name, tensor) in zip(dtypes, message.tensors.items(), strict=True):
-        if dtype not in _DTYPES:
-            raise TypeError(f"{name} is of dtype {tensor.dtype}, which cannot travel")
-        parts.setdefault(dtype, []).append(_bytes_of(tensor.cpu()))
-    arrays = {}
-    for dtype, pieces in parts.items():
-        data = b"".join(pieces)
-        arrays[dtype] = Array(dtype, (len(data) // _DTYPES[dtype].itemsize,), _SERIALISATION, data)
-    layout = {
-        "names": list(message.tensors),
-        "dtypes": dtypes,
-        "dimensions": [tensor.dim() for tensor in message.tensors.values()],
-        "sizes": [size for tensor in message.tensors.values() for size in tensor.shape],
-    }
+    data = b"".join(safetensors_parts(message.tensors, {}))
+    arrays, layout = {_FORMAT: Array("uint8", (len(data),), _FORMAT, data)}, {"names": list(message.tensors)}
     contents = (arrays, layout, _plain_numbers(message.numbers), dict(message.config), _plain_numbers(message.metrics))
     return RecordDict({name: kind(values) for (name, kind), values in zip(_RECORDS.items(), contents, strict=True)})
 
@@ -99,52 +85,16 @@ def from_records(records: RecordDict) -> Message:
     lists = [name for record in rest for name, value in record.items() if isinstance(value, list | bytes)]
     if lists:
         raise UserError(f"{lists[0]} is invalid: expected one value, got a list")
-    return Message(_unpack(arrays, layout), *rest)
-
-
-def _unpack(arrays: dict[str, Array], layout: dict[str, Any]) -> dict[str, Tensor]:
-    read = dict.fromkeys(arrays, 0)  # bytes
-    tensors = {}
-    for name, dtype, shape in _entries(layout):
-        if dtype not in arrays:
-            raise UserError(f"the array {dtype} of the tensor {name} is missing")
-        start, size = read[dtype], math.prod(shape) * _DTYPES[dtype].itemsize
-        data = np.frombuffer(arrays[dtype].data, np.uint8)[start : start + size]
-        if len(data) != size:
-            raise UserError(f"the tensor {name} of {dtype} {list(shape)} needs {size} bytes, got {len(data)}")
-        tensors[name] = torch.empty(shape, dtype=_DTYPES[dtype])  # torch's alignment: a product may round by it
-        tensors[name].view(-1).view(torch.uint8).numpy()[:] = data
-        read[dtype] += size
-    for dtype, array in arrays.items():
-        if array.stype != _SERIALISATION or array.dtype != dtype:
-            expected, got = f"{_SERIALISATION} {dtype}", f"{array.stype} {array.dtype}"
-            raise UserError(f"the array {dtype} is invalid: expected {expected}, got {got}")
-        if len(array.data) != read[dtype]:
-            raise UserError(f"the array {dtype} has {len(array.data)} bytes, but its tensors have {read[dtype]}")
-    return tensors
-
-
-def _entries(layout: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Yield each tensor's name, dtype and shape; raise UserError where the layout is invalid."""
-    lists: list[Any] = [layout.get(key) for key in ("names", "dtypes", "dimensions", "sizes")]
-    names, dtypes, dimensions, sizes = lists
-    valid = (
-        all(isinstance(values, list) for values in lists)
-        and all(type(value) is str for value in names + dtypes)
-        and all(type(value) is int for value in dimensions + sizes)
-        and len(names) == len(set(names)) == len(dtypes) == len(dimensions)
-        and set(dtypes) <= _DTYPES.keys()
-        and min(dimensions + sizes, default=0) >= 0
-        and sum(dimensions) == len(sizes)
-    )
-    if not valid:
-        raise UserError("the message's layout is invalid: expected the names, dtypes, dimensions and sizes of tensors")
-    rest = iter(sizes)
-    for name, dtype, count in zip(names, dtypes, dimensions, strict=True):
-        shape = tuple(next(rest) for _ in range(count))
-        if math.prod(max(size, 1) for size in shape) >= 2**60:  # torch counts bytes in 64 bits
-            raise UserError(f"the tensor {name} is too large: its shape is {list(shape)}")
-        yield name, dtype, shape
+    try:
+        stored, names = safetensors_of(arrays[_FORMAT].data), list(layout["names"])
+        tensors = {name: stored[name] for name in names}
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"the message's tensors cannot be read: {error!r}") from error
+    faults = [f"of {tensor.dtype}" for tensor in stored.values() if tensor.dtype not in _DTYPES]
+    faults += ["that it does not name"] * (len(names) != len(stored))
+    if faults:
+        raise UserError(f"the message has tensors {faults[0]}")
+    return Message(tensors, *rest)
 
 
 def flatten_weights(tensors: dict[str, Tensor]) -> Vector:
