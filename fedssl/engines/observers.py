@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ..errors import UserError
 from ..parts import load_file, only_class
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import MetricRow
-from ..run_folder.storage import cannot_write, make_folder, writing
+from ..run_folder.storage import make_folder, writing
 from ..untrusted import expand_home
 
 _LONGEST = 400  # characters of an observer's error that are shown
@@ -97,31 +99,27 @@ class TensorBoard(Observer):
     """Writes the metrics as TensorBoard events; those of rounds that a resumed run repeats are marked as superseded."""
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
-        self._path, self._excepthook = path / "tensorboard", threading.excepthook
+        self._path = path / "tensorboard"
         make_folder(self._path, within_run=True)
-        threading.excepthook = _ignore_full_disk
-        try:
-            self._writer = SummaryWriter(str(self._path), purge_step=first_round)
-        except OSError as error:
-            threading.excepthook = self._excepthook
-            raise cannot_write(self._path, error) from error
+        name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+        with writing(self._path):
+            self._file = open(self._path / name, "xb")  # noqa: SIM115 - until the run ends
+        self._add(file_version="brain.Event:2")
+        self._add(step=first_round, session_log=SessionLog(status=SessionLog.START))
 
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
         # One event for all values of a round: with a hundred clients, an event each takes as long as some clients.
         values = [Summary.Value(tag=f"{metric}/{who}", simple_value=value) for _, who, metric, value in rows]
-        with writing(self._path):
-            self._writer._get_file_writer().add_summary(Summary(value=values), number)
+        self._add(step=number, summary=Summary(value=values))
 
     def run_ended(self, finished: bool) -> None:
-        with suppress(OSError):  # raised by `round_ended` already, and the events are no part of a checkpoint
-            self._writer.close()
-        threading.excepthook = self._excepthook
+        with suppress(OSError):  # a write has raised it already, and the events are no part of a checkpoint
+            self._file.close()
 
-
-def _ignore_full_disk(error: threading.ExceptHookArgs) -> None:
-    """Print no traceback for an OSError: TensorBoard's thread keeps it, and its next write raises it."""
-    if not issubclass(error.exc_type, OSError):
-        threading.__excepthook__(error)
+    def _add(self, **fields: Any) -> None:
+        with writing(self._path):
+            RecordWriter(self._file).write(Event(wall_time=time.time(), **fields).SerializeToString())
+            self._file.flush()
 
 
 def load_observer(path: Path) -> Observer:
