@@ -35,7 +35,7 @@ class DataForm(BaseModel):
     model_config = ConfigDict(strict=True)
 
     shape: list[int] = Field(min_length=3, max_length=3, description="channels, height and width")
-    classes: list[str] = Field(max_length=100_000, description="in their order; empty where the run uses no labels")
+    classes: list[str] = Field(max_length=100_000, description="in their order; empty where nothing trains on labels")
     images: int = Field(ge=0, le=10**9, description="training images; 0 where the site does not say how many")
     public: str = Field(description="equal at two sites only if their public images are; empty where the run uses none")
 
@@ -46,7 +46,6 @@ class DataForm(BaseModel):
         Under differential privacy or secure aggregation a client does not say how many it has.
         """
         recipe, dataset = federation.recipe, federation.dataset
-        labels_used = recipe.objective.needs_labels or federation.method.personal  # a site evaluates its own model
         public = dataset.public_images if public_image_users(recipe) else None
         digest = hashlib.sha256()
         if public is not None:
@@ -54,7 +53,7 @@ class DataForm(BaseModel):
             digest.update(public.contiguous().numpy().tobytes())
         return cls.model_construct(  # the server validates it
             shape=list(dataset.train_images.shape[1:]),
-            classes=list(dataset.class_names) if labels_used else [],
+            classes=list(dataset.class_names) if recipe.objective.needs_labels else [],
             images=0 if client is None or _is_private(recipe.flower) else len(federation.client_rows[client]),
             public="" if public is None else digest.hexdigest()[:32],
         )
@@ -113,12 +112,9 @@ class ConnectedClients:
         self._waiting: dict[str, int] = {}  # nodes that have not answered yet, by the message that asks them
         self._ask_at: dict[int, float] = {}  # when to ask a node; again only where its answer was refused
         self._expected = DataForm.of(federation)
-        if not federation.recipe.objective.needs_labels:  # each site may have classes of its own
-            self._expected = self._expected.model_copy(update={"classes": []})
         # it binds the sites' keys to clients' numbers; without keys there is none
         self._manifest = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
         self._bound: dict[int, int] = {}  # by node, the client that its key is registered for
-        self._forms: dict[int, DataForm] = {}  # of clients whose classes were compared
         self._left_out: dict[int, tuple[int | None, str]] = {}  # the client, if known, and the reason, by node
 
     def require_enough(self) -> None:
@@ -244,13 +240,4 @@ class ConnectedClients:
             self._progress.warn(f"client {client} states {form.images} images, and {before} when it connected before")
         if form.images:
             self.images[client] = form.images
-        compared = not self._expected.classes and len(form.classes) > 1  # with one class there are no labels
-        if compared and client not in self._forms:
-            first = min(self._forms, default=client)
-            self._forms[client] = form
-            if difference := form.class_difference(self._forms[first]):
-                self._progress.warn(
-                    f"client {client}: its classes differ from those of client {first}: it {difference}; each client "
-                    "is evaluated on its own classes, so their figures cannot be compared"
-                )
         return None

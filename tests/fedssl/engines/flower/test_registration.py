@@ -222,17 +222,11 @@ def test_how_classes_differ_is_told_in_a_few_words():
         assert DataForm.model_construct(classes=list(classes)).class_difference(ten) == told
 
 
-@pytest.mark.parametrize(
-    ("kind", "classes", "warned"),
-    [("local", RENAMED, True), ("local", ("0",), False), ("weighted_mean", RENAMED, False)],
-)
-def test_other_classes_give_a_warning_only_where_sites_are_evaluated_on_them(kind, classes, warned, quick, tmp_path):
-    """A site with one class has no labels to speak of."""
+@pytest.mark.parametrize("kind", ["local", "weighted_mean"])
+def test_other_classes_are_no_matter_where_the_objective_does_not_train_on_them(kind, quick, tmp_path):
     recipe = quick(**KINDS[kind])
-    sites = write_sites(tmp_path, own={1: write_images(tmp_path / "a.npz", classes=classes)})
-    warnings = run_on(recipe, *start(recipe, tmp_path / "b", sites), rounds=False)
-    expected = "client 1: its classes differ from those of client 0: it has 'x' and lacks '9'; each client is evaluated"
-    assert [warning[: len(expected)] for warning in warnings] == [expected] * warned
+    sites = write_sites(tmp_path, own={1: write_images(tmp_path / "a.npz", classes=RENAMED)})
+    assert run_on(recipe, *start(recipe, tmp_path / "b", sites), rounds=False) == []
 
 
 def test_a_site_with_other_public_images_is_left_out(quick, tmp_path):
@@ -258,11 +252,12 @@ def test_a_site_that_comes_later_with_other_images_is_left_out(quick, tmp_path):
     ("method", "flower", "classes", "counted"),
     [
         (WEIGHTS, {}, [], True),
-        (KINDS["local"], {}, list("0123456789"), True),
+        (KINDS["local"], {}, [], True),
+        (WEIGHTS | {"objective": "supervised"}, {}, list("0123456789"), True),
         (EQUAL, {"dp": {"name": "local_dp", "clipping_norm": 1, "epsilon": 0.5, "delta": 1e-5}}, [], False),
         (EQUAL, {"secure": {"name": "secagg_plus"}}, [], False),
     ],
-    ids=["weights", "own models", "noise", "masks"],
+    ids=["weights", "own models", "labels", "noise", "masks"],
 )
 def test_a_site_describes_no_more_of_its_data_than_is_needed(method, flower, classes, counted, quick, tmp_path):
     recipe = quick(**method, **flower)
