@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..client import Client
 from ..data.digests import DATA_DIGESTS, digests_text
-from ..errors import UserError, memory_sentence
+from ..errors import UserError
 from ..evaluation.evaluate import evaluate_downstream, evaluate_model, pixel_accuracies, sample_sentence
 from ..evaluation.verdict import too_short
 from ..federation import Federation
@@ -162,16 +162,7 @@ def _round(federation: Federation, server: Message, clients: Clients, number: in
     recipe = federation.recipe
     chosen = federation.sampled_clients(number)
     answering = federation.answering_clients(number, chosen)
-    try:
-        sent = federation.method.broadcast(server, chosen, number)
-    except Exception as error:
-        if isinstance(error, UserError) or memory_sentence(error):
-            raise
-        advice = f"go back with fedssl run --resume RUN --from-round {number - 2}" if number > 1 else "start a new run"
-        raise UserError(
-            f"round {number}: its messages cannot be made of the state of round {number - 1} ({error!r}), which an "
-            f"earlier version may have committed: {advice}"
-        ) from error
+    sent = federation.method.broadcast(server, chosen, number)
     asked = {k: sent[k] for k in answering}
     images = clients.images()
     steps = [steps_of_round(recipe.training, images.get(k, 0) if recipe.schedule.trains else 0) for k in asked]

@@ -33,6 +33,7 @@ from ...errors import UserError
 from ...federation import Federation, build_federation, require_same_data
 from ...guard import TOLD_CAPPED, capped_images
 from ...messages import Message
+from ...recipe.changes import CHANGEABLE
 from ...recipe.overrides import flatten_keys
 from ...recipe.reading import load_recipe, load_stored_recipe
 from ...recipe.recipe import Recipe
@@ -52,13 +53,7 @@ from .site import SiteEvaluation, evaluation_fault, split_evaluation
 from .wire import flatten_weights, from_records, on_disk, to_shared_records, unflatten_mean
 
 #: options that may change when a run continues, as no earlier round depends on them
-_CHANGEABLE = (
-    "flower.round_seconds",
-    "flower.connect_seconds",
-    "flower.grace",
-    "flower.epsilon_budget",
-    "guard.minimum_answers",
-)
+_CHANGEABLE = tuple(option for option in CHANGEABLE if option.startswith(("flower.", "guard.")))
 
 #: times the median client's, from which an answer is told to be slow; of fewer answers than that the median says little
 _SLOW, _ENOUGH = 10.0, 3
