@@ -9,10 +9,12 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,9 @@ from ..errors import UserError
 from ..federation import Federation, build_federation
 from ..recipe.reading import parse_recipe
 from .rounds import ClientTrainer
+
+#: in a worker process, what it keeps between tasks
+_own: dict[str, Any] = {}
 
 
 class Task(NamedTuple):
@@ -73,72 +78,43 @@ def end_with_parent() -> None:
     threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
-class ClientWorker:
-    """A worker process with `threads` threads, seen from the process that starts it.
+@contextmanager
+def worker_pool(count: int, context: Any, begin: Callable[..., None], *arguments: Any) -> Iterator[ProcessPoolExecutor]:
+    """Give a pool of so many worker processes, which begin by calling `begin`; all have ended after the body."""
+    others = {*multiprocessing.active_children()}
+    pool = ProcessPoolExecutor(count, context, begin, arguments)
+    try:
+        yield pool
+    finally:
+        for worker in {*multiprocessing.active_children()} - others:
+            worker.kill()  # it is idle, or loses only a round that is not committed
+        pool.shutdown(cancel_futures=True)
 
-    The images are moved into shared memory, which the worker maps: they are in memory once. Images in a file are read
+
+def client_workers(federation: Federation, count: int) -> AbstractContextManager[ProcessPoolExecutor]:
+    """Return a pool of so many workers for `give`, each with its share of the threads.
+
+    The images are moved into shared memory, which the workers map: they are in memory once. Images in a file are read
     from the one that this process has open.
     """
-
-    def __init__(self, federation: Federation, threads: int, card: int):
-        context = _process_context()
-        self.connection, theirs = context.Pipe()
-        data = federation.recipe.to_yaml(), federation.dataset, dict(federation.downstream)
-        self.process = context.Process(target=_work, args=(theirs, threads, card, data))
-        try:
-            with interrupts_ignored():  # a spawned worker ignores them before it has imported anything
-                self.process.start()
-        except RuntimeError as error:
-            raise UserError(
-                f"the images cannot be put into the memory that processes share ({error}): enlarge it (in a container "
-                "with --shm-size), or set clients_parallel=1"
-            ) from error
-        theirs.close()
-
-    def give(self, task: Task) -> None:
-        try:
-            self.connection.send(task)
-        except OSError as error:
-            raise self.lost(task.client) from error
-
-    def take(self, client: int) -> tuple[Any, UserError | RuntimeError | None]:
-        """Wait for the end of a task, and return (result, None) or (None, its error); a bug is a RuntimeError."""
-        try:
-            kind, content = self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise self.lost(client) from error
-        if kind == "bug":
-            return None, RuntimeError(f"client {client}: {content}")
-        return (None, content) if kind == "error" else (unpack(content), None)
-
-    def lost(self, client: int) -> UserError:
-        """Return the error of a worker process that ended while it worked on a client."""
-        self.process.join(timeout=10)  # seconds; it has closed its pipe, so that it has ended or is about to
-        code = self.process.exitcode or 0
-        ended = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        cause = (
-            "most likely the memory ran out. Free some memory and continue with fedssl run --resume RUN, if need be "
-            "with fewer clients at a time (clients_parallel=1 behind it)"
-            if code < 0
-            else "its error is above. A script that calls fedssl.run must do so below `if __name__ == '__main__':`"
-        )
-        return UserError(f"the worker process of client {client} {ended}: {cause}")
+    context = _process_context()
+    threads, number = max(1, torch.get_num_threads() // count), context.Value("i", 0)
+    data = federation.recipe.to_yaml(), federation.dataset, dict(federation.downstream)
+    return worker_pool(count, context, _begin, threads, number, data)
 
 
-@contextmanager
-def started_workers(federation: Federation, count: int) -> Iterator[list[ClientWorker]]:
-    """Start so many workers, each with its share of the threads; all have ended after the body."""
-    threads = max(1, torch.get_num_threads() // count)
-    workers: list[ClientWorker] = []
+def give(pool: ProcessPoolExecutor, task: Task) -> Future[bytes]:
+    """Give a task to a pool, which starts a worker for it where none is free."""
     try:
-        for card in range(count):
-            workers.append(ClientWorker(federation, threads, card))
-        yield workers
-    finally:
-        for worker in workers:
-            worker.process.kill()  # it is idle, or works on a client whose round is not committed
-        for worker in workers:
-            worker.process.join()
+        with interrupts_ignored():  # a spawned worker ignores them before it has imported anything
+            return pool.submit(_work, task)
+    except RuntimeError as error:
+        if isinstance(error, BrokenProcessPool):
+            raise
+        raise UserError(
+            f"the images cannot be put into the memory that processes share ({error}): enlarge it (in a container "
+            "with --shm-size), or set clients_parallel=1"
+        ) from error
 
 
 def _process_context() -> Any:
@@ -152,26 +128,30 @@ def _process_context() -> Any:
     return context
 
 
-def _work(pipe: Connection, threads: int, card: int, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:
-    """Do tasks and send the outcome of each until the parent ends."""
+def _begin(threads: int, number: Any, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:
+    """Prepare this process, one of `number` so far, for tasks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     torch.set_num_threads(threads)
+    _own["data"] = data
+    with number.get_lock():
+        card, number.value = number.value, number.value + 1
     if torch.cuda.is_available():  # the workers take the cards in turn
         torch.cuda.set_device(card % torch.cuda.device_count())
-    trainer: ClientTrainer | None = None
-    outcome: tuple[str, Any]
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended
-        while True:
-            task = pipe.recv()
-            try:
-                trainer = trainer or ClientTrainer(_federation(*data))
-                outcome = "done", _result(trainer, task)
-            except UserError as error:  # of a custom part's class the parent may know nothing
-                outcome = "error", UserError(str(error))
-            except Exception:
-                outcome = "bug", traceback.format_exc()
-            pipe.send(outcome)
+
+
+def _work(task: Task) -> bytes:
+    """Return (answer, next state) of a client's part in a round, or (measures, spectrum) of an evaluation, packed."""
+    try:
+        trainer = _own.get("trainer") or _own.setdefault("trainer", ClientTrainer(_federation(*_own["data"])))
+        state = unpack(task.state)
+        if task.received is None:
+            return pack(trainer.evaluate(task.client, state, task.round))
+        return pack(trainer.train(task.client, state, unpack(task.received), task.round))
+    except UserError as error:  # of a custom part's class the parent may know nothing
+        raise UserError(str(error)) from None
+    except Exception as error:
+        raise RuntimeError(f"client {task.client}: {traceback.format_exc()}") from error
 
 
 def _federation(recipe_text: str, dataset: Dataset, downstream: dict[str, Dataset]) -> Federation:
@@ -180,10 +160,3 @@ def _federation(recipe_text: str, dataset: Dataset, downstream: dict[str, Datase
     evaluation = recipe.evaluation.model_copy(update={"downstream": None})
     federation = build_federation(recipe.model_copy(update={"evaluation": evaluation}), dataset)
     return dataclasses.replace(federation, downstream=downstream)
-
-
-def _result(trainer: ClientTrainer, task: Task) -> bytes:
-    """Return (answer, next state) of a client's part in a round, or (measures, spectrum) of an evaluation, packed."""
-    if task.received is None:
-        return pack(trainer.evaluate(task.client, unpack(task.state), task.round))
-    return pack(trainer.train(task.client, unpack(task.state), unpack(task.received), task.round))

@@ -8,13 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 import yaml
@@ -25,7 +24,7 @@ from ..data.partitions import deal
 from ..engines import engine_of
 from ..engines.durations import format_duration
 from ..engines.observers import Observer
-from ..engines.workers import end_with_parent, interrupts_ignored
+from ..engines.workers import end_with_parent, interrupts_ignored, worker_pool
 from ..errors import UserError
 from ..export.encoder_folder import export_encoder, is_encoder_folder
 from ..federation import require_same_data
@@ -196,86 +195,54 @@ def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> No
     """Run cells in worker processes, each of which takes one cell after another.
 
     Each of the `jobs` processes gets its share of the processor cores as threads, and all have ended when this returns
-    or raises. A cell that fails is told to `progress`, and the others go on.
+    or raises. A cell that fails is told to `progress`, and the others go on; if a process ends by itself, all cells
+    that were at work fail.
 
     Raises:
-        RuntimeError: an error in a worker that is not a UserError, with its traceback.
+        RuntimeError: an error in a worker that is not a UserError.
     """
+    threads, left = max(1, (os.cpu_count() or 1) // max(jobs, 1)), list(cells)
     context = multiprocessing.get_context("spawn")  # a forked child may hang in torch's thread pool
-    threads = max(1, (os.cpu_count() or 1) // max(jobs, 1))
-    queue = list(reversed(cells))
-    busy: dict[Connection, Cell] = {}
-    workers: dict[Connection, Any] = {}
-
-    def start_worker() -> None:
-        ours, theirs = context.Pipe()
-        # not a daemon, which may not start the processes of clients_parallel
-        worker = context.Process(target=_work, args=(theirs, threads))
-        with interrupts_ignored():
-            worker.start()
-        theirs.close()
-        workers[ours] = worker
-        give(ours)
-
-    def give(connection: Connection) -> None:
-        if queue:
-            cell = busy[connection] = queue.pop()
-            # as text, because a part from the user's own file cannot be pickled
-            connection.send((cell.recipe.to_yaml(), cell.path))
-        else:
-            connection.send(None)
-
-    try:
-        for _ in range(min(jobs, len(cells))):
-            start_worker()
-        while busy:
-            for connection in cast(list[Connection], wait(list(busy))):
-                cell = busy[connection]
-                try:
-                    kind, content = connection.recv()
-                except (EOFError, OSError):
-                    del busy[connection]
-                    worker = workers.pop(connection)
-                    worker.join()
-                    message = f"its process ended with code {worker.exitcode}; was memory short? try a smaller --jobs"
-                    progress.cell_ended(cell, message)
-                    if queue:
-                        start_worker()
-                    continue
-                if kind == "round":
-                    progress.round_done(cell, content)
-                elif kind == "bug":
-                    raise RuntimeError(f"{cell}: {content}")
-                else:
-                    del busy[connection]
-                    progress.cell_ended(cell, content)
-                    give(connection)
-    finally:
-        for worker in workers.values():
-            worker.terminate()  # it is idle, or loses only the round that is not committed yet
-        for worker in workers.values():
-            worker.join()
+    while left:
+        with worker_pool(jobs, context, _begin, threads) as pool:
+            left = _run_in(pool, left, left[:jobs], progress)
 
 
-def _work(connection: Connection, threads: int) -> None:
-    """Run cells in a worker process: it receives (recipe, folder) again and again, and ends when it receives None.
+def _run_in(pool: ProcessPoolExecutor, cells: list[Cell], at_work: list[Cell], progress: Progress) -> list[Cell]:
+    """Run cells in a pool, and return those that are left where one of its processes has ended."""
+    with interrupts_ignored():
+        # recipes as text, because a part from the user's own file cannot be pickled
+        running = {pool.submit(_work, cell.recipe.to_yaml(), cell.path): cell for cell in cells}
+    while running:
+        for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
+            error = future.exception()
+            if isinstance(error, BrokenProcessPool):
+                for cell in at_work:
+                    progress.cell_ended(cell, "a worker process ended; was memory short? try a smaller --jobs")
+                return [cell for cell in running.values() if cell not in at_work]
+            cell = running.pop(future)
+            if error is not None:
+                raise RuntimeError(f"{cell}: {error!r}") from error
+            progress.cell_ended(cell, future.result())
+        at_work = [cell for future, cell in running.items() if future.running()]
+        for cell in at_work:
+            if cell.begun:
+                progress.round_done(cell, RunDirectory.open(cell.path).checkpoint.round)
+    return []
 
-    It sends `("round", number)` after each commit, `("end", error message or None)` after a cell, and
-    `("bug", traceback)` where something else than a UserError was raised.
-    """
+
+def _begin(threads: int) -> None:
     end_with_parent()
     torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS can ask for fewer
-    while (task := connection.recv()) is not None:
-        text, path = task
-        try:
-            recipe = parse_recipe(yaml.safe_load(text))
-            _run(recipe, path, lambda number: connection.send(("round", number)))
-        except UserError as error:
-            connection.send(("end", str(error)))
-        except Exception:
-            connection.send(("bug", traceback.format_exc()))
-        else:
-            connection.send(("end", None))
+
+
+def _work(text: str, path: Path) -> str | None:
+    """Run a cell in a worker process; return the message of a UserError."""
+    try:
+        _run(parse_recipe(yaml.safe_load(text)), path, lambda number: None)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _has_oracle(cell: Cell, progress: Progress) -> bool:

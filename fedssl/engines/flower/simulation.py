@@ -7,7 +7,7 @@ Flower's messages, its differential privacy and its secure aggregation.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +19,16 @@ from flwr.supercore.task_identity import TaskIdentity
 from ...errors import UserError
 from ...federation import Federation, build_federation
 from ...recipe.recipe import Recipe
-from ...run_folder.creation import new_run, refuse_existing
 from ...run_folder.directory import RunDirectory
-from ..continuing import continue_run
+from ..continuing import Engine
 from ..observers import Observer
-from ..rounds import first_files, run_rounds
+from ..rounds import run_rounds
 from .client import Site, make_client_app
 from .messenger import Messenger
 from .privacy import private_federation
 from .registration import ConnectedClients
 from .server import FlowerClients
 from .site import SiteStates
-
-
-def run(recipe: Recipe, path: Path, observer: Observer | None = None, overwrite: bool = False) -> RunDirectory:
-    """Run a recipe from its start into a new folder, its clients behind Flower's messages; see `in_process.run`."""
-    refuse_existing(path, overwrite)
-    federation = _prepared(recipe)
-    with new_run(path, first_files(federation), overwrite):
-        return _simulate(federation, RunDirectory.open(path), observer or Observer())
-
-
-def resume(
-    path: Path,
-    observer: Observer | None = None,
-    trust: bool = False,
-    overrides: Sequence[str] = (),
-    from_round: int | None = None,
-) -> RunDirectory:
-    """Continue a run from its last complete round; see `continue_run`."""
-    return continue_run(path, observer, trust, overrides, from_round, _prepared, _simulate)
 
 
 def _prepared(recipe: Recipe) -> Federation:
@@ -70,6 +50,10 @@ def _simulate(federation: Federation, directory: RunDirectory, observer: Observe
     connected = ConnectedClients(Messenger(nodes), federation, observer, "simulation")
     connected.require_enough()
     return run_rounds(federation, directory, observer, FlowerClients(connected, federation, directory, observer))
+
+
+_ENGINE = Engine(_prepared, _simulate)
+run, resume = _ENGINE.run, _ENGINE.resume
 
 
 def simulated_app(federation: Federation, folder: Path) -> ClientApp:

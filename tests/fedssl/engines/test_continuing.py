@@ -18,13 +18,12 @@ import yaml
 import fedkernels
 import fedssl
 from fedssl.engines import in_process, rounds
-from fedssl.engines.continuing import continue_run
+from fedssl.engines.continuing import Engine
 from fedssl.engines.in_process import resume
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.export.trained_encoder import encoder_of_run
 from fedssl.messages import Message
-from fedssl.method import Method
 from fedssl.recipe.changes import changed_recipe, consequences
 from fedssl.recipe.reading import load_stored_recipe, parse_recipe
 from fedssl.reports.report import write_report
@@ -58,19 +57,6 @@ def test_two_rounds_that_go_on_to_four_and_are_killed_equal_four(kind, finished,
     rows, expected = (RunDirectory.open(folder).read_metrics() for folder in (path, whole))
     assert [row for row in rows if row in expected] == expected
     assert {row[0] for row in rows if row not in expected} == {2}  # what only a last round measures
-
-
-def test_a_state_of_which_no_messages_can_be_made_is_left_by_going_back_before_it(two_rounds, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Method, "broadcast", lambda *arguments: [][0])
-        told = r"round 3: .* cannot be made of the state of round 2 \(IndexError.* --resume RUN --from-round 1$"
-        with pytest.raises(UserError, match=told):
-            resume(two_rounds, overrides=["rounds=3"])
-        torches = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-        patch.setattr(Method, "broadcast", torches)
-        with pytest.raises(RuntimeError, match="can't allocate memory"):  # not the state's fault
-            resume(two_rounds)
-    assert resume(two_rounds, from_round=1).checkpoint.finished
 
 
 def test_the_history_is_kept_and_shown(two_rounds):
@@ -259,7 +245,7 @@ def test_with_differential_privacy_no_run_goes_back(tiny, tmp_path):
     for number in (0, 1):
         directory.commit(number, Message(), finished=False, keep=2)
     with pytest.raises(UserError, match="cannot go back to round 0: with differential privacy"):
-        continue_run(tmp_path / "run", None, False, [], 0, None, None)
+        Engine(None, None).resume(tmp_path / "run", from_round=0)
 
 
 COSINE = {"training": {"learning_rate": 0.4, "learning_rate_schedule": "cosine"}}

@@ -76,7 +76,7 @@ def test_a_run_resumes_with_other_clients_at_a_time(before, after, count, method
         run(noisy(**FEW | METHODS[method], clients_parallel=before), tmp_path / "a", KilledIn(2, 0))
     progress = CountsWorkers()
     resume(tmp_path / "a", progress, overrides=[f"clients_parallel={after}"] if after else [])
-    assert progress.counts == {count}
+    assert max(progress.counts) == count
     assert results(tmp_path / "a") == results(finished(noisy(**FEW | METHODS[method])))
 
 

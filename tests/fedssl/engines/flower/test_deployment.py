@@ -16,16 +16,14 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
 
-from fedssl.engines import in_process
 from fedssl.engines.in_process import LocalClients
 from fedssl.engines.observers import Observer
-from fedssl.engines.rounds import run_rounds
+from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, totals
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, METHODS
-from tests.fedssl.deploy.test_start_scripts import post
 from tests.fedssl.engines.flower.deployment import (
     MARK,
     PATIENCE,
@@ -92,12 +90,6 @@ def test_the_bytes_on_the_wire_are_those_that_were_predicted(large, noisy):
     assert at_socket == pytest.approx(cost["bytes_up"] + cost["bytes_down"], rel=0.03)
 
 
-def test_who_has_no_key_fills_no_memory(deployment):
-    """The SuperLink's own port refuses 32 MiB before it has read them; test_limits.py has the rules one by one."""
-    authority = deployment.folder / "superlink" / "ca.crt"
-    assert post(deployment.port, authority, "/v1/fleet/push-object", 2**25) == 413
-
-
 @pytest.fixture(scope="module")
 def private(deployment, noisy) -> Path:
     """The folder of a run with secure aggregation and clipping."""
@@ -131,7 +123,7 @@ class Dropping(LocalClients):
 
 def replay(recipe: Recipe, path: Path, dropped: dict[int, set[int]]) -> None:
     federation = build_federation(recipe)
-    directory = RunDirectory.create(path, in_process.first_files(federation))
+    directory = RunDirectory.create(path, first_files(federation))
     progress = Observer()
     run_rounds(federation, directory, progress, Dropping(federation, directory, progress, dropped=dropped))
 
