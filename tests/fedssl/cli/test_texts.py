@@ -162,7 +162,7 @@ def test_each_command_names_the_next_which_can_be_pasted(fedssl, finished, tiny,
 
 #: options of docker, and of the programs of Flower that fedssl starts
 OF_OTHERS = {"--shm-size", "--auth-supernode-private-key", "--database", "--disable-runtime-dependency-installation"}
-OF_OTHERS |= {"--host", "--local-dir"}  # of flower-superlink and hf download
+OF_OTHERS |= {"--host", "--insecure", "--isolation", "--runtime-api-address", "--local-dir"}  # of Flower and hf
 OF_OTHERS |= {"--enable-supernode-auth", "--node-config", "--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile"}
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 SETTING = re.compile(r"(?<![\w.-])([a-z_]+(?:\.[a-z_0-9]+)*)=('[^']*'|\[[^\]]*\]|[^\s;,:)'\"`]+)")
