@@ -24,7 +24,7 @@ def main() -> None:
         for number, loss in sorted(run.overall("loss").items()):
             print(f"round {number}: loss {loss:.3f}")
         print(f"traffic: {run.total('bytes_up') / 2**20:.1f} MiB from the clients")
-        print(f"report: {fedssl.write_report(path, collapse=False).name}")
+        print(f"report: {fedssl.write_report(path).name}")
 
 
 if __name__ == "__main__":

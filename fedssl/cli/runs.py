@@ -364,9 +364,6 @@ def report(
     output: Annotated[
         Path | None, Option(help="File to write; RUN/report.html by default, or report.html for several runs.")
     ] = None,
-    collapse: Annotated[
-        bool, Option(help="Also check whether representations have collapsed; this loads the run's images.")
-    ] = True,
     images: Annotated[
         bool, Option(help="Also show images of the data as the encoder sees them; the page then holds these images.")
     ] = True,
@@ -376,7 +373,7 @@ def report(
     """Write an HTML page with curves, tables, the partition and pictures of the representations."""
     from ..reports.report import write_report
 
-    page = write_report(runs, output, collapse=collapse, images=images, trust=trust)
+    page = write_report(runs, output, images=images, trust=trust)
     print_text(f"The report is in {page}")
     if show and not webbrowser.open(page.resolve().as_uri()):
         print_text("No browser could be opened here; open the page yourself, if need be on another machine.")

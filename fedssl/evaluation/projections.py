@@ -1,12 +1,8 @@
-"""Measures of representations for the pictures of a report: neighbours, maps, t-SNE and the spectrum."""
-
-import math
+"""Measures of representations for the pictures of a report: neighbours, maps and t-SNE."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from .metrics import singular_values
 
 
 def grid_cells(points: Tensor, columns: int) -> Tensor:
@@ -52,14 +48,3 @@ def tsne(features: Tensor, seed: int) -> Tensor:
     start = "pca" if (rows - rows[0]).abs().max() > 1e-6 and rows.shape[1] > 1 else "random"
     points = TSNE(perplexity=perplexity, init=start, random_state=seed % 2**32).fit_transform(rows.numpy())
     return torch.from_numpy(points).double()
-
-
-def log_covariance_singular_values(features: Tensor, top: int = 100) -> Tensor:
-    """Return the logarithms of the largest singular values of the covariance matrix, for FedU2's Figure 3.
-
-    The covariance (divisor n) is that of the l2-normalised representations [n, d], as in the paper. Its singular values
-    sum to at most 1, so models of different scales compare. Those below 1e-12, which float32 cannot resolve, are set to
-    that. The logarithms are float64 [min(n, d, top)], descending, between log(1e-12) = -27.6 and 0.
-    """
-    values = singular_values(F.normalize(features.detach().to(torch.float64), dim=1))[:top]
-    return values.square().log().clamp(min=math.log(1e-12))

@@ -40,8 +40,6 @@ class PageSection:
 
     warnings: Sequence[str]  # the methods that are not shown, each with the reason
     figures: Sequence[PageFigure] = ()
-    table: PageTable | None = None  # above the figures
-    images: str = ""  # what the table is of, such as "1000 test images"
 
 
 def page_figure(figure: Figure, description: str, caption: str = "", png: bool = False) -> PageFigure:

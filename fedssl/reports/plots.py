@@ -47,6 +47,7 @@ _ROLES = {
 }
 #: more classes than these get no legend: their colours cannot be told apart
 MOST_NAMED_CLASSES = 20
+_SMALLEST_SHARE = 1e-12  # of the variance; float32 cannot resolve less
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,27 @@ def draw_curves(
         axes.xaxis.set_major_formatter(EngFormatter())
     if metric in METRICS and (unit := METRICS[metric].unit) in ("bytes", "FLOPs"):
         axes.yaxis.set_major_formatter(EngFormatter(unit.replace("bytes", "B")))  # 17.8 MB
+    name_lines(figure, axes, len(styles))
+    return figure
+
+
+def draw_spectra(spectra: Mapping[str, Sequence[Sequence[float]]], axes_shown: int = 100) -> Figure:
+    """Draw the logarithm of each principal axis' share of the variance, as FedU2's Figure 3: a line for each method.
+
+    `spectra` has, by method, the singular values of each of its models, descending; the line is their mean.
+    """
+    figure = Figure(figsize=(6.4, 3.9), layout="constrained")
+    axes = figure.add_subplot()
+    styles = method_styles(list(spectra))
+    for label, models in spectra.items():
+        fewest = min(axes_shown, *map(len, models))
+        variances = [np.square(np.divide(values, max(*values, np.finfo(float).tiny))) for values in models]
+        shares = [each[:fewest] / max(each.sum(), 1.0) for each in variances]
+        mean = np.mean([np.log(np.maximum(share, _SMALLEST_SHARE)) for share in shares], axis=0)
+        draw_line(axes, np.arange(1, fewest + 1), mean, label, styles[label])
+    tidy(axes)
+    axes.set_xlabel("principal axis", fontsize=11)
+    axes.set_ylabel("log of its share of the variance", fontsize=11)
     name_lines(figure, axes, len(styles))
     return figure
 

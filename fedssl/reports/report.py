@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -19,18 +19,16 @@ from ..evaluation.verdict import verdict
 from ..federation import Federation, federation_of_run, require_same_data
 from ..recipe.overrides import flatten_keys
 from ..run_folder.directory import RunDirectory
-from ..run_folder.record import Run, read_run
+from ..run_folder.record import Run, read_run, read_spectra
 from ..run_folder.storage import make_folder, require_file_name, write_atomically
 from ..untrusted import printable, quoted
-from .collapse import Collapse, analyse_collapse, collapse_section
 from .cost import format_bytes, format_flops
 from .images import ImagePictures, draw_pictures, image_section
 from .page import PageFigure, PageTable, page_figure, render_page
-from .plots import Bar, draw_bars, draw_curves, draw_partition, method_styles
+from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectra, method_styles
 
 #: the runs of each method, by the recipe's name; several runs are the method's seeds
 Methods = Mapping[str, Sequence[Run]]
-Result = TypeVar("Result")
 _TRAFFIC = ("bytes_down", "bytes_up")
 _SPENDING = {"FLOPs of a client so far": ("flops",), "bytes that a client received and sent so far": _TRAFFIC}
 _MOST_CURVES = 40
@@ -40,13 +38,17 @@ _CURVE_NOTES = {
     "loss": "What each client minimises alone. Losses of different objectives do not compare.",
     "cka": "High CKA alone is not success: a collapsed representation aligns perfectly. See the effective rank.",
 }
+_SPECTRA_CAPTION = (
+    "The share of the variance along each of the first 100 principal axes, natural logarithm, of the global model or "
+    "the mean of the clients' own, in each method's first finished run. A line that falls off early means that few "
+    "directions carry everything: dimensional collapse."
+)
 
 
 def write_report(
     runs: str | Path | Sequence[str | Path],
     output: str | Path | None = None,
     *,
-    collapse: bool = True,
     images: bool = True,
     trust: bool = False,
 ) -> Path:
@@ -57,12 +59,10 @@ def write_report(
     Args:
         runs: the folder of a run, finished or not, or several.
         output: the file to write, which is returned; RUN/report.html by default, or report.html for several runs.
-        collapse: also check whether representations have collapsed (each method's first finished run, see
-            `analyse_collapse`); this loads the run's images.
         images: also show images of the data as the encoder sees them (each method's first finished run, see
             `draw_pictures`); the page then holds these images.
-        trust: run the code of your own parts that a run's recipe names, also if it has changed since the run; only the
-            two options above need that code, and where it is not run the page and a line say what is missing, and why.
+        trust: run the code of your own parts that a run's recipe names, also if it has changed since the run; only
+            `images` needs that code, and where it is not run the page and a line say what is missing, and why.
 
     Raises:
         UserError: a folder holds no run, no run has a finished round, or the file cannot be written.
@@ -77,22 +77,18 @@ def write_report(
         raise UserError(f"{which} no finished round to report on yet: fedssl run --resume {quoted(folders[0])}")
     path = Path(output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     require_file_name(path)
-    analyses: dict[str, Collapse | str] = {}
     pictures: dict[str, ImagePictures | str] = {}
-    for run in records if collapse or images else []:
-        if not run.finished or run.name in analyses | pictures or not RunDirectory.open(run.path).checkpoint.files:
+    for run in records if images else []:
+        if not run.finished or run.name in pictures or not RunDirectory.open(run.path).checkpoint.files:
             continue
-        opened = _or_reason(opened_with_data, run.path, trust)
-        if collapse:
-            analyses[run.name] = opened if isinstance(opened, str) else _or_reason(analyse_collapse, *opened)
-        if images:
-            drawn = opened if isinstance(opened, str) else _or_reason(draw_pictures, *opened)
+        try:
+            drawn = draw_pictures(*opened_with_data(run.path, trust))
             pictures |= {} if drawn is None else {run.name: drawn}
-    for name, found in (analyses | pictures).items():
-        if isinstance(found, str):
-            notify(f"the report shows less of {name}: {found}")
+        except UserError as error:
+            pictures[run.name] = str(error)
+            notify(f"the report shows less of {run.name}: {error}")
     make_folder(path.absolute().parent)
-    write_atomically(path, build_report(records, analyses, pictures).encode())
+    write_atomically(path, build_report(records, pictures).encode())
     return path
 
 
@@ -108,20 +104,8 @@ def opened_with_data(path: Path, trust: bool = False) -> tuple[Federation, RunDi
     return federation, directory
 
 
-def _or_reason(analyse: Callable[..., Result], *arguments: Any) -> Result | str:
-    """Return what is read or found of a run, or the reason why there is nothing."""
-    try:
-        return analyse(*arguments)
-    except UserError as error:
-        return str(error)
-
-
-def build_report(
-    runs: Sequence[Run],
-    analyses: Mapping[str, Collapse | str] | None = None,
-    pictures: Mapping[str, ImagePictures | str] | None = None,
-) -> str:
-    """Return the page's HTML; `analyses` and `pictures` hold results by method, or the reasons why there are none."""
+def build_report(runs: Sequence[Run], pictures: Mapping[str, ImagePictures | str] | None = None) -> str:
+    """Return the page's HTML; `pictures` has those of each method, or the reason why there are none."""
     methods: dict[str, list[Run]] = {}
     for run in runs:
         methods.setdefault(run.name, []).append(run)
@@ -145,7 +129,7 @@ def build_report(
         results_chart=_results_chart(methods, metrics),
         verdicts=[(run.name, sentence) for run in finished for sentence in verdict(run)],
         curves=_curve_charts(methods) + _spending_charts(methods),
-        collapse=collapse_section(analyses or {}),
+        spectra=_spectra_chart(finished),
         images=image_section(pictures or {}),
         partitions=_partition_charts(methods),
         left_out=_left_out_table(methods),
@@ -307,6 +291,14 @@ def _spending_charts(methods: Methods) -> list[PageFigure]:
                 charts.append(page_figure(figure, f"{metric_title(metric)} by {title}"))
         break
     return charts
+
+
+def _spectra_chart(finished: Sequence[Run]) -> PageFigure | None:
+    """Return how the representations at the end of each method's first finished run fill their directions."""
+    spectra = {run.name: found for run in finished if (found := read_spectra(run.path))}
+    if not spectra:
+        return None
+    return page_figure(draw_spectra(spectra), "Log share of the variance by principal axis", _SPECTRA_CAPTION)
 
 
 def _spent_by_round(runs: Sequence[Run], amounts: Sequence[str]) -> dict[int, float]:

@@ -9,6 +9,7 @@ run.overall("loss")                  # {1: 3.1, 2: 2.7, ...}
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,20 @@ def read_run(path: str | Path) -> Run:
     return Run(path, recipe, values, class_names, class_counts, history, refused, seconds)
 
 
+def read_spectra(path: Path) -> list[list[float]]:
+    """Return the singular values, descending, of each model's representations at the end of a run, see spectrum.csv.
+
+    Empty if the run has none. A UserError is raised if the file cannot be read.
+    """
+    spectra: dict[str, list[float]] = {}
+    try:
+        for row in read_csv(path / "spectrum.csv"):
+            spectra.setdefault(row["client"], []).append(_from_zero(row["value"], "spectrum.csv", math.inf))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path / 'spectrum.csv'} cannot be read: {printable(str(error))}") from error
+    return list(spectra.values())
+
+
 def _check_recipe(recipe: Any) -> None:
     """Raise ValueError if this is not a resolved recipe. The parts are not checked, because their files may be gone."""
     if not isinstance(recipe, dict) or not {"name", "rounds"} <= recipe.keys():
@@ -148,8 +163,8 @@ def _check_recipe(recipe: Any) -> None:
         raise ValueError("recipe.yaml: `architectures` must be a list")
 
 
-def _from_zero(text: str, file: str) -> float:
+def _from_zero(text: str, file: str, limit: float = 2**40) -> float:
     value = float(text)
-    if not 0 <= value < 2**40:
+    if not 0 <= value < limit:
         raise ValueError(f"{file}: {text[:40]!r} is no number from 0")
     return value

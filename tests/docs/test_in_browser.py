@@ -40,7 +40,7 @@ def report(tmp_path_factory):
     for name, after in (("ours", 60.0), ("alone", 50.0)):
         rows = evaluated(0, "knn", [40.0, 42.0]) + evaluated(1, "loss", [2.0, 3.0]) + evaluated(2, "knn", [after, 51.0])
         write_run(folder / name, parse_recipe(tiny_values(name=name)), rows, counts=[[30, 10], [0, 20]])
-    return write_report([folder / "ours", folder / "alone"], folder / "page.html", collapse=False, images=False)
+    return write_report([folder / "ours", folder / "alone"], folder / "page.html", images=False)
 
 
 @pytest.fixture(scope="module")

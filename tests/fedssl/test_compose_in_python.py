@@ -196,9 +196,8 @@ def test_a_run_is_made_read_resumed_evaluated_and_reported(finished, tmp_path):
     measures = fedssl.evaluate(str(path), semi_supervised=[0.5])
     assert measures["mean"]["knn"] == pytest.approx(made.evaluated("knn", "after"), abs=0.006)
     assert "semi_supervised_0.5" in measures["0"]
-    short = {"collapse": False, "images": False}
-    assert fedssl.write_report(path, **short) == path / "report.html"
-    both = fedssl.write_report([str(path), other], str(tmp_path / "both.html"), **short)
+    assert fedssl.write_report(path, images=False) == path / "report.html"
+    both = fedssl.write_report([str(path), other], str(tmp_path / "both.html"), images=False)
     assert both == tmp_path / "both.html"
     assert both.is_file()
 

@@ -130,7 +130,7 @@ def test_a_run_exports_the_best_round_where_one_is_kept(choice, fedssl, tiny_fil
     assert read_run(tmp_path / "run kept").last_round == (2 if "patience" in choice else 3)
     kept, one_round = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "one round"))
     assert all(torch.equal(kept[name], tensor) for name, tensor in one_round.items())
-    reported = fedssl("report", "run kept", "--no-collapse", "--no-images")[1]
+    reported = fedssl("report", "run kept", "--no-images")[1]
     assert reported.endswith(f"fedssl embed {shlex.quote(str(tmp_path / 'kept'))} my_images --output features.npz\n")
 
 
@@ -440,7 +440,7 @@ def test_reading_a_received_run_never_runs_its_code(where, forged, fedssl, with_
         assert "evil" in err
     assert fedssl("report", "received")[0] == 0
     page = (tmp_path / "received" / "report.html").read_text()
-    for text in ("no collapse analysis", "--trust", "kNN accuracy"):
+    for text in ("no pictures of images", "--trust", "kNN accuracy"):
         assert text in page
     assert not mark.exists()
     assert fedssl("evaluate", "received", "--trust")[0] == 0
@@ -501,7 +501,7 @@ def test_ones_own_run_needs_no_flag_as_long_as_its_part_is_unchanged(fedssl, wit
     commands = [(*command, str(with_part)) for command in (("run", "--resume"), ("report",), ("evaluate",))]
     commands.append(("export", str(with_part), str(tmp_path / "encoder"), "--client", "0"))
     assert [fedssl(*command)[0] for command in commands] == [0] * 4
-    assert "no collapse analysis" not in (with_part / "report.html").read_text()
+    assert "no pictures of images" not in (with_part / "report.html").read_text()
     assert not caplog.messages
     part = with_part.parent / "evil.py"
     text = part.read_text()

@@ -148,7 +148,7 @@ def test_each_command_names_the_next_which_can_be_pasted(fedssl, finished, tiny,
     shutil.copytree(finished(tiny(**ALIGNED | SMALL)), tmp_path / "a run")
     save_array(tmp_path / "my_images" / "0.png", random_pixels(8, 8))
     monkeypatch.setattr(webbrowser, "open", lambda uri: uri == (tmp_path / "a run" / "report.html").as_uri())
-    words = following("report", "a run", "--no-images", "--no-collapse", "--open")
+    words = following("report", "a run", "--no-images", "--open")
     assert words == ["export", "a run", "encoder", "--client", "0"]
     lines = re.findall(r"^    (.*)$", fedssl(*words)[1], re.MULTILINE)
     assert len(lines) == 4

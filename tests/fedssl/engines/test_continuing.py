@@ -66,7 +66,7 @@ def test_the_history_is_kept_and_shown(two_rounds):
     changes = {(c["round"], c["version"], c["option"], c["before"], c["after"]) for c in run.history}
     expected = [("2", "rounds", "2", "3"), ("2", "evaluation.every", "0", "1"), ("2", "clients_parallel", "1", "2")]
     assert changes == {(n, fedkernels.__version__, *rest) for n, *rest in (*expected, ("3", "rounds", "3", "4"))}
-    assert "<h2>History</h2>" in write_report(two_rounds, collapse=False, images=False).read_text()
+    assert "<h2>History</h2>" in write_report(two_rounds, images=False).read_text()
     (two_rounds / "history.csv").write_text("round\n")
     with pytest.raises(UserError, match=r"history\.csv was changed"):
         fedssl.resume(two_rounds)

@@ -25,7 +25,7 @@ from fedssl.evaluation.metrics import (
     singular_values,
     uniformity,
 )
-from fedssl.evaluation.projections import log_covariance_singular_values, tsne
+from fedssl.evaluation.projections import tsne
 from tests.fedssl.evaluation.conftest import blobs
 
 
@@ -207,14 +207,6 @@ def test_values_of_percentages_are_bounded_by_0_and_100():
 
 
 # Projections
-
-
-def test_log_singular_values_of_the_covariance_by_hand():
-    # normalised: +-e1 and +-e2, whose covariance is diag(1/2, 1/2, 0)
-    points = torch.tensor([[2.0, 0, 0], [-3, 0, 0], [0, 1, 0], [0, -1, 0]])
-    found = log_covariance_singular_values(points)
-    assert found.tolist() == pytest.approx([math.log(0.5), math.log(0.5), math.log(1e-12)])
-    assert log_covariance_singular_values(points, top=1).tolist() == pytest.approx([math.log(0.5)])
 
 
 def test_tsne_puts_alike_near_alike_and_repeats():

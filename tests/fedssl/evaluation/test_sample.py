@@ -54,7 +54,7 @@ def test_a_run_says_what_it_measures_and_evaluate_measures_all(tmp_path, tiny):
     in_process.run(on_all, tmp_path / "all")
     whole = read_run(tmp_path / "all").evaluated("knn", "after")
     assert f"global,{whole:.2f}," in evaluate_run(tmp_path / "run").read_text()
-    assert "at most 40 images" in write_report([tmp_path / "run"], images=False, collapse=False).read_text()
+    assert "at most 40 images" in write_report([tmp_path / "run"], images=False).read_text()
 
 
 def test_a_client_that_has_not_trained_is_not_measured_again(tmp_path, noisy, monkeypatch):

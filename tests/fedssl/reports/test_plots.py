@@ -13,7 +13,7 @@ from fedssl.engines import in_process
 from fedssl.evaluation.projections import grid_cells, nearest_images
 from fedssl.reports import images
 from fedssl.reports.images import draw_map, draw_neighbours, draw_pictures, thumbnails
-from fedssl.reports.plots import Bar, draw_bars, draw_curves, method_styles, png_bytes
+from fedssl.reports.plots import Bar, draw_bars, draw_curves, draw_spectra, method_styles, png_bytes
 from fedssl.reports.report import opened_with_data, write_report
 from tests.fedssl.conftest import AVERAGED
 
@@ -38,6 +38,17 @@ def test_bars_run_from_before_to_after_with_a_dot_a_seed():
     assert dots == [[50.0, 56.0]]
     assert [text.get_text() for text in axes.texts] == ["53.0 ± 4.2", "-"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ours", "absent"]
+
+
+def test_the_spectrum_is_each_axis_share_of_the_variance_the_mean_of_the_models():
+    axes = draw_spectra(
+        {"ours": [[2.0, 1.0, 0.0], [1.0, 1.0]], "collapsed": [[3e200, 0.0]], "flat": [[0.0, 0.0]]}
+    ).axes[0]
+    ours, collapsed, flat = (np.exp(line.get_ydata()) for line in axes.lines)
+    assert ours == pytest.approx([(0.8 * 0.5) ** 0.5, (0.2 * 0.5) ** 0.5])
+    assert collapsed == pytest.approx([1.0, 1e-12])
+    assert flat == pytest.approx([1e-12, 1e-12])
+    assert axes.lines[0].get_xdata().tolist() == [1, 2]
 
 
 # Images
@@ -115,10 +126,10 @@ def test_images_without_labels_and_without_a_test_set_and_images_that_are_gone(t
     pictures = draw_pictures(*opened_with_data(path))
     assert pictures is not None
     assert (pictures.model, pictures.source, pictures.same_class) == ("0", "training", None)
-    page = write_report([path], collapse=False).read_text()
+    page = write_report([path]).read_text()
     assert "Images as the encoder sees them" in page
     assert "60 training images" in page
     assert "green line" not in page
-    assert "Images as the encoder" not in write_report([path], collapse=False, images=False).read_text()
+    assert "Images as the encoder" not in write_report([path], images=False).read_text()
     file.unlink()
-    assert "no pictures of images: there is no file" in write_report([path], collapse=False).read_text()
+    assert "no pictures of images: there is no file" in write_report([path]).read_text()

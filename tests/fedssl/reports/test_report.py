@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedssl.errors import UserError
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports import report
 from fedssl.reports.plots import draw_table_picture
 from fedssl.reports.report import write_report
-from fedssl.run_folder.record import read_run
+from fedssl.run_folder.record import read_run, read_spectra
 from fedssl.untrusted import quoted
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.reports.parsed_page import HOSTILE, Page
@@ -118,6 +119,20 @@ def test_curves_are_drawn_of_what_was_logged_in_several_rounds(tiny, tmp_path):
     shown = re.findall(r'alt="(.*?) by round"', path.read_text(encoding="utf-8"))
     # total_loss repeats the loss here
     assert shown == ["objective&#39;s loss", "CKA with the target kernel", "kNN accuracy (%)", "transported mass"]
+
+
+def test_the_spectrum_of_each_methods_first_finished_run_is_drawn(tiny, tmp_path):
+    for name, rounds in (("begun", 1), ("first", 2), ("second", 2)):
+        method = "b" if name == "second" else "a"
+        directory = write_run(tmp_path / name, tiny(name=method), rows_of([1.0], [2.0], rounds=rounds))
+        directory.write_spectra({"0": torch.tensor([2.0, 1.0]), "1": torch.tensor([1.0])})
+    runs = [tmp_path / name for name in ("begun", "first", "second")]
+    assert "Collapse of the representations" in Page(write_report(runs, tmp_path / "page.html")).text
+    assert read_spectra(runs[1]) == [[2.0, 1.0], [1.0]]
+    assert "Collapse" not in Page(write_report(runs[0])).text
+    (runs[1] / "spectrum.csv").write_text("client,index,value\n0,0,inf\n")
+    with pytest.raises(UserError, match=r"spectrum\.csv cannot be read"):
+        write_report(runs, tmp_path / "page.html")
 
 
 def test_accuracy_is_drawn_over_what_clients_have_computed_and_sent(tiny, tmp_path, monkeypatch):
@@ -240,7 +255,7 @@ def test_a_report_is_drawn_whatever_names_sites_and_recipes_chose(tiny, tmp_path
         counts = [[1, *range(1, len(ODD))]] if k == 0 else None
         recipe = tiny(name=name, description=name)
         write_run(paths[k], recipe, rows, counts=counts, class_names=tuple(ODD))
-    page = write_report(paths, tmp_path / "page.html", collapse=False, images=False)
+    page = write_report(paths, tmp_path / "page.html", images=False)
     text = page.read_text()
     assert all(character == "\n" or character.isprintable() or character in "\u00a0" for character in text)
     assert "<script>" not in text
@@ -253,7 +268,7 @@ def test_a_site_that_invents_many_metrics_does_not_fill_the_page(tiny, tmp_path,
     monkeypatch.setattr(report, "_MOST_CURVES", 3)
     rows = [(number, "mean", f"m{i}", 1.0) for number in (1, 2) for i in range(100)]
     write_run(tmp_path / "a", tiny(), [*evaluated(0, "knn", [40.0]), *rows, *evaluated(2, "knn", [50.0])])
-    page = write_report([tmp_path / "a"], collapse=False)
+    page = write_report([tmp_path / "a"])
     assert len(charts(page)) == 3
     assert "Only 3 metrics are drawn; metrics.csv holds all of them." in page.read_text()
 
@@ -264,7 +279,7 @@ def test_a_report_is_written_whatever_the_values_are(number, tiny, tmp_path):
     rows += [(2, who, metric, number) for who in ("0", "mean") for metric in ("knn", "loss", "effective_rank")]
     for seed in (0, 1):
         write_run(tmp_path / str(seed), tiny(seed=seed), rows)
-    assert write_report([tmp_path / "0", tmp_path / "1"], tmp_path / "page.html", collapse=False).is_file()
+    assert write_report([tmp_path / "0", tmp_path / "1"], tmp_path / "page.html").is_file()
 
 
 def test_a_tables_picture_is_drawn_whatever_its_labels_are():
