@@ -30,7 +30,7 @@ _NAMES_OF_LOGGERS = ("mlruns", "mlartifacts", "wandb")
 _RESULTS = (
     ("recipe.yaml", "metrics.csv"),
     ("recipe.yaml", "checkpoints"),
-    ("table.yaml", "table.html"),
+    ("table.yaml", "table.md"),
     ("config.json", "model.safetensors"),
 )
 

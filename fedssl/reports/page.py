@@ -22,7 +22,6 @@ class PageTable:
     rows: Sequence[Sequence[object]]
     text_columns: int = 1  # how many, from the left, hold text; the others hold numbers, aligned right
     row_classes: Mapping[int, str] = field(default_factory=dict)  # CSS classes by the row's index
-    groups: Sequence[tuple[str, int]] = ()  # titles above the header, each with its number of columns
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Write a table's files: the table as text, data, page and pictures, beside its runs."""
+"""Write a table's files: the table as text, data and pictures, beside its runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from ..evaluation.metrics import format_values, mean_and_spread, metric_title
 from ..recipe.overrides import flatten_keys
-from ..reports.page import PageFigure, PageTable, page_figure, render_page
 from ..reports.plots import draw_table_picture, png_bytes
 from ..run_folder.record import read_run
 from ..run_folder.storage import csv_text, make_folder, write_atomically
@@ -33,7 +32,7 @@ def write_description(table: Table, output: Path, overrides: Sequence[str]) -> N
 
 
 def write_results(table: Table, results: Sequence[Results], output: Path) -> None:
-    """Write table.md, table.csv, summary.csv, table.html and a picture a scenario into the table's folder `output`.
+    """Write table.md, table.csv, summary.csv and a picture a scenario into the table's folder `output`.
 
     `results` has one entry for each scenario, in the table's order. At least one run must be finished.
 
@@ -44,15 +43,11 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
     values, summary = _values_and_summary(table, results)
     write_atomically(output / "table.csv", values.encode())
     write_atomically(output / "summary.csv", summary.encode())
-    description = f"{_folded_description(table)} {' '.join(_verdicts(table, results))}"
-    pictures = []
     for scenario in results:
         if scenario.finished:
             label, seeds = next(iter(scenario.finished.items()))
             figure = draw_picture(table, scenario, read_run(cell_path(output, label, seeds[0], scenario.label)).recipe)
-            pictures.append(page_figure(figure, description, png=True))
             write_atomically(output / scenario.picture, png_bytes(figure))
-    write_atomically(output / "table.html", _html(table, results, pictures).encode())
 
 
 def format_table(table: Table, results: Results) -> str:
@@ -159,26 +154,6 @@ def _how_to_read(table: Table, results: Sequence[Results]) -> str:
     return (
         f"{spread}, each the mean over the clients' models or the global model after the last round; {UNTRAINED} is "
         f"{reference_row(table)} before the first.{unfinished}"
-    )
-
-
-def _html(table: Table, results: Sequence[Results], pictures: Sequence[PageFigure]) -> str:
-    text_columns, header, rows = _whole_table(table, results)
-    classes = {i: "method" for i, row in enumerate(rows) if row[0] == table.method}
-    groups = [("", text_columns), *((scenario.label, len(_titles(table, scenario))) for scenario in results)]
-    settings = [(row.label, row.recipe, settings_line(row.settings)) for row in table.rows]
-    scenarios = [(scenario.label, settings_line(scenario.settings)) for scenario in table.scenarios]
-    return render_page(
-        "table.html",
-        title=table.name,
-        pictures=pictures,
-        figures=PageTable(header, rows, text_columns, classes, groups if table.scenarios else []),
-        reading=_how_to_read(table, results),
-        verdicts=_verdicts(table, results),
-        rule=RULE,
-        rows=PageTable(("row", "recipe", "settings of its own"), settings, text_columns=3),
-        scenarios=PageTable(("scenario", "settings"), scenarios, text_columns=2) if scenarios else None,
-        settings=settings_line(table.settings),
     )
 
 

@@ -309,4 +309,4 @@ def _note_results(table: Table, results: Sequence[Results], output: Path, note: 
         parts = (scenario.label, format_table(table, scenario), verdict(table, scenario))
         note("\n" + "\n\n".join(part for part in parts if part))
     pictures = ", ".join(str(output / scenario.picture) for scenario in results)
-    note(f"\npicture: {pictures}\npage:    {output / 'table.html'}")
+    note(f"\npicture: {pictures}\ntable:   {output / 'table.md'}")

@@ -87,7 +87,7 @@ def test_results_of_runs_are_no_images(tmp_path, caplog, tiny):
     write_image(tmp_path / "runs" / "tiny-seed0" / "figures" / "neighbours.png", 50)
     write_image(tmp_path / "mlruns" / "0" / "map.png", 50)
     write_image(tmp_path / "runs" / "table" / "iid.png", 50)
-    for name in ("runs/table/table.yaml", "runs/table/table.html", "encoder/config.json", "encoder/model.safetensors"):
+    for name in ("runs/table/table.yaml", "runs/table/table.md", "encoder/config.json", "encoder/model.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     results = ["encoder", "mlruns", "runs/table", "runs/tiny-seed0"]
