@@ -146,7 +146,7 @@ def content(path: Path, folder: Path) -> bytes:
         events = [event for event in EventFileLoader(str(path)).Load() if event.HasField("summary")]
         return repr([(e.step, [(v.tag, v.tensor) for v in e.summary.value]) for e in events]).encode()
     data = path.read_bytes()
-    if path.suffix in {".safetensors", ".npz", ".png", ".pt2", ".onnx"}:
+    if path.suffix in {".safetensors", ".npz", ".png", ".onnx"}:
         return data
     if path.suffix in {".key", ".crt", ".pub"}:
         return b""

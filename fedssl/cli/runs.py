@@ -411,18 +411,14 @@ def export(
         bool, Option("--best", help="The best round's (evaluation.keep_best) in place of the last.")
     ] = False,
     onnx: Annotated[bool, Option("--onnx", help="Also write encoder.onnx.")] = False,
-    torch_export: Annotated[bool, Option("--export", help="Also write encoder.pt2, by torch.export.")] = False,
     trust: Trust = False,
 ) -> None:
     """Export a run's encoder as a folder that timm, or a load.py with torch and timm alone, loads."""
-    from ..export.compiled_formats import FILES
     from ..export.encoder_folder import export_encoder
     from ..run_folder.directory import EXPORTED
     from ..run_folder.storage import write_atomically
 
-    wanted = {"onnx": onnx, "torch-export": torch_export}
-    formats = [name for name in FILES if wanted[name]]
-    path = export_encoder(run, output, client, shared, formats, trust, best)
+    path = export_encoder(run, output, client, shared, onnx, trust, best)
     shape = ", ".join(map(str, json.loads((path / "config.json").read_text())["fedssl"]["image_shape"]))
     print_text(f"The encoder is in {path}; README.md there says more. In Python, with torch and timm alone:")
     print_text(

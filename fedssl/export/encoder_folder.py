@@ -4,7 +4,7 @@
     config.json         the network and its input, in the format of timm's models on the Hugging Face hub
     load.py             builds the network and loads the weights, with torch and timm alone
     README.md           a model card
-    encoder.onnx, encoder.pt2    on request, see compiled_formats.py
+    encoder.onnx        on request, see onnx_file.py
 
 The folder holds no images, no paths of the run's data and no class names.
 """
@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from ..errors import UserError, explained
 from ..models.encoders import STEMS, SmallConvNet, build_encoder, has_small_image_stem, stored_stem, timm_arguments
 from ..options import explain_errors
 from ..run_folder.storage import make_folder, require_new_folder, sync_path, write_atomically, writing
+from ..templates import fill_template
 from ..untrusted import read_regular_file
-from .compiled_formats import MEAN, STD, FormatName, write_format
-from .load_script import load_script
 from .model_card import model_card
+from .onnx_file import MEAN, STD, write_onnx
 from .trained_encoder import MOST_JSON_BYTES, EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -46,35 +45,33 @@ def export_encoder(
     output: Path,
     client: int | None = None,
     shared: bool = False,
-    formats: Collection[FormatName] = (),
+    onnx: bool = False,
     trust: bool = False,
     best: bool = False,
 ) -> Path:
     """Write a finished run's encoder into a new folder, which gets its name only when it is complete, and return it.
 
-    `client`, `shared`, `trust` and `best` are those of `encoder_of_run`; `formats` are compiled forms to write as well.
+    `client`, `shared`, `trust` and `best` are those of `encoder_of_run`; with `onnx` encoder.onnx is written as well.
 
     Raises:
-        UserError: see `encoder_of_run`; `output` is not empty or cannot be written; a format needs a missing package.
+        UserError: see `encoder_of_run`; `output` is not empty or cannot be written; ONNX needs a missing package.
     """
     require_new_folder(output)
     chosen = encoder_of_run(run, client, shared, trust, best)
     config = encoder_config(chosen, run.resolve().name)
-    network: Any = chosen.encoder.network
-    stem_width = int(network.conv1.out_channels) if has_small_image_stem(network) else None
     parent = output.absolute().parent
     make_folder(parent)
     preparing = parent / f".{output.name}.{secrets.token_hex(8)}"
     with writing(output), ExitStack() as stack:
         stack.callback(shutil.rmtree, preparing, ignore_errors=True)
         preparing.mkdir()
-        weights = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
+        weights = {name: tensor.contiguous() for name, tensor in chosen.encoder.network.state_dict().items()}
         write_atomically(preparing / WEIGHTS, save_tensors(weights, metadata={"format": "pt"}))
         write_atomically(preparing / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-        write_atomically(preparing / "load.py", load_script(config, stem_width).encode())
-        write_atomically(preparing / "README.md", model_card(chosen, config, run, formats).encode())
-        for name in formats:
-            write_format(name, chosen.encoder, preparing)
+        write_atomically(preparing / "load.py", load_script(config, chosen.encoder.network).encode())
+        write_atomically(preparing / "README.md", model_card(chosen, config, run, onnx).encode())
+        if onnx:
+            write_onnx(chosen.encoder, preparing)
         os.rename(preparing, output)
         sync_path(parent)
     return output
@@ -115,6 +112,22 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
         "pretrained_cfg": _pretrained_cfg(name.split(".")[0]) | {"input_size": list(encoder.image_shape), **statistics},
         "fedssl": ours,
     }
+
+
+def load_script(config: dict[str, Any], network: Any) -> str:
+    """Return the text of load.py, given config.json and the encoder."""
+    ours = config["fedssl"]
+    return fill_template(
+        "fedssl.export",
+        "load.py.jinja",
+        timm="model_args" in config,
+        stem_width=int(network.conv1.out_channels) if has_small_image_stem(network) else None,
+        channels=ours["image_shape"][0],
+        shape=", ".join(map(str, ours["image_shape"])),
+        features=config["num_features"],
+        mean=MEAN,
+        std=STD,
+    )
 
 
 def _pretrained_cfg(name: str) -> dict[str, Any]:

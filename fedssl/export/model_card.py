@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ from ..evaluation.metrics import METRICS, is_measure
 from ..evaluation.verdict import verdict
 from ..run_folder.record import Run, read_run
 from ..templates import fill_template
-from .compiled_formats import FILES, FormatName
 from .trained_encoder import GLOBAL, EncoderOfRun
 
 _LEFT_OUT = "(left out)"
 _DATA_KEYS = ("data", "downstream")
 
 
-def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats: Collection[FormatName]) -> str:
-    """Return the text of README.md, given the content of config.json, the run's folder, and the compiled forms."""
+def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: bool) -> str:
+    """Return the text of README.md, given config.json, the run's folder, and whether encoder.onnx is there."""
     run = read_run(path)
     ours, (_, height, width) = config["fedssl"], config["fedssl"]["image_shape"]
     recipe = _without_paths(chosen.recipe.model_dump(mode="json")) | {"description": chosen.recipe.description}
@@ -54,7 +52,7 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, formats
         width=width,
         features=config["num_features"],
         window=window_text,
-        compiled=", ".join(f"`{FILES[name]}`" for name in formats),
+        onnx=onnx,
         recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=110),
     )
 

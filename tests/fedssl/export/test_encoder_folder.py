@@ -1,4 +1,4 @@
-"""Exports give the run's features in a process without fedssl, and as ONNX and torch.export files."""
+"""Exports give the run's features in a process without fedssl, and as ONNX."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
-from fedssl.export import compiled_formats, model_card
-from fedssl.export.compiled_formats import FILES, MEAN, STD
+from fedssl.export import model_card, onnx_file
 from fedssl.export.encoder_folder import export_encoder, read_encoder
+from fedssl.export.onnx_file import FILE, MEAN, STD
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
@@ -241,47 +241,32 @@ def test_an_export_is_read_and_a_damaged_one_refused(tmp_path):
         read_encoder(tmp_path)
 
 
-# Files for other runtimes: they take pixels between 0 and 1
+# ONNX: it takes pixels between 0 and 1
 
 
-def run_file(path, pixels):
-    if path.suffix == ".onnx":
-        session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
-        return torch.from_numpy(session.run(None, {"pixels": pixels.numpy()})[0])
-    with torch.no_grad():
-        return torch.export.load(str(path)).module()(pixels)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "formats"),
-    [
-        ("small_convnet", list(FILES)),
-        ("small_vit", ["torch-export"]),
-        pytest.param("small_vit", list(FILES), marks=pytest.mark.nightly),
-    ],
-)
-def test_every_format_gives_the_features_for_any_number_of_images(tmp_path, architecture, formats):
-    if "onnx" in formats:
-        pytest.importorskip("onnxscript")
+@pytest.mark.parametrize("architecture", ["small_convnet", pytest.param("small_vit", marks=pytest.mark.nightly)])
+def test_onnx_gives_the_features_for_any_number_of_images(tmp_path, architecture):
+    pytest.importorskip("onnxscript")
     run, federation = finished_run(tmp_path, architectures=[architecture])
-    folder = export_encoder(run, tmp_path / "encoder", formats=formats)
+    folder = export_encoder(run, tmp_path / "encoder", onnx=True)
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(folder / FILE))
     for count in (1, 7):
         images = federation.dataset.test_images[:count]
-        expected = features_of_run(run, federation, images)
-        for name in formats:
-            features = run_file(folder / FILES[name], images.float() / 255)
-            torch.testing.assert_close(features, expected, rtol=0, atol=1e-4)
+        features = torch.from_numpy(session.run(None, {"pixels": (images.float() / 255).numpy()})[0])
+        torch.testing.assert_close(features, features_of_run(run, federation, images), rtol=0, atol=1e-4)
 
 
-def test_a_file_with_other_features_and_a_missing_package_leave_nothing(run, tmp_path, monkeypatch):
-    write = compiled_formats._write_torch_export
-    monkeypatch.setattr(compiled_formats, "_write_torch_export", lambda *arguments: write(*arguments) + 0.01)
+def test_a_file_with_other_features_leaves_nothing(run, tmp_path, monkeypatch):
+    for name in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    monkeypatch.setattr(onnx_file, "TOLERANCE", -1.0)  # no difference is small enough
+    with pytest.raises(UserError, match=r"encoder\.onnx gives other features than the encoder"):
+        export_encoder(run, tmp_path / "encoder", onnx=True)
+    assert [file.name for file in tmp_path.glob("*encoder*")] == []
+
+
+def test_a_missing_package_leaves_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    for name, says in {
-        "torch-export": r"encoder.pt2 gives other features than the encoder",
-        "onnx": r"--onnx needs the packages onnx and onnxscript.*fedssl\[export\]",
-    }.items():
-        with pytest.raises(UserError, match=says):
-            export_encoder(run, tmp_path / "encoder", formats=[name])
-        assert not (tmp_path / "encoder").exists()
-        assert not list(tmp_path.glob(".encoder*"))
+    with pytest.raises(UserError, match=r"--onnx needs the packages onnx and onnxscript.*fedssl\[export\]"):
+        export_encoder(run, tmp_path / "encoder", onnx=True)
+    assert [file.name for file in tmp_path.glob("*encoder*")] == []
