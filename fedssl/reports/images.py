@@ -1,13 +1,9 @@
 """Two pictures of a run's images as its encoder sees them: nearest neighbours, and a map. They need no labels.
 
-`draw_pictures` draws them, and `image_section` puts those of several methods on a page. Both hold images of the
-run's data, so everybody who gets the report sees them.
+They hold images of the run's data, so everybody who gets the report sees them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,7 +20,7 @@ from ..evaluation.projections import grid_cells, nearest_images, tsne
 from ..federation import Federation
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
-from .page import PageSection, page_figure
+from .page import PageFigure, page_figure
 from .plots import MOST_NAMED_CLASSES, MUTED, TEXT, class_colours, class_legend
 
 _SEARCHED, _ON_THE_MAP = 1000, 400  # images
@@ -35,34 +31,20 @@ _FRAME = 2  # pixels around an image on the map
 _SAME, _OTHER = "#009E73", "#D55E00"
 
 
-@dataclass(frozen=True, eq=False)
-class ImagePictures:
-    """The two pictures, and what they show."""
-
-    round: int  # after which the model has represented the images
-    model: str  # `global`, or the number of the client whose model it is
-    source: str  # `test` or `training` images
-    searched: int  # the number of images in which the neighbours are searched
-    mapped: int  # the number of images on the map
-    same_class: float | None  # the share of shown neighbours that have their query's class; None without labels
-    neighbours: Figure
-    image_map: Figure
-
-
-def draw_pictures(federation: Federation, directory: RunDirectory) -> ImagePictures | None:
-    """Draw the pictures of a run's last round; None if there are too few images.
+def draw_pictures(federation: Federation, directory: RunDirectory) -> list[PageFigure]:
+    """Draw the pictures of a run's last round, each with its caption; none if there are too few images.
 
     Raises:
         UserError: the clients' models are not here, or representations are not finite.
     """
-    dataset, seed = federation.dataset, federation.recipe.seed
+    dataset, seed, name = federation.dataset, federation.recipe.seed, federation.recipe.name
     require_measured_images(dataset)
     has_test_images = len(dataset.test_images) > 0
     generator = generator_for(seed, "pictures", "images")
     order = torch.randperm(len(dataset.measured_images), generator=generator)[:_SEARCHED]
     images = images_of_rows(dataset.measured_images, order)
     if len(images) < 5:  # too few for any t-SNE
-        return None
+        return []
     labels = dataset.test_labels[order] if has_test_images and dataset.labelled else None
     who, model = next(models_to_evaluate(federation, directory.server_state(), directory.client_state))
     features = extract_features(model.encoder, images)
@@ -70,16 +52,28 @@ def draw_pictures(federation: Federation, directory: RunDirectory) -> ImagePictu
     nearest, similarity = nearest_images(features, queries, _NEIGHBOURS)
     points = tsne(features[:_ON_THE_MAP], seed_for(seed, "pictures", "map"))
     few_classes = 1 < len(dataset.class_names) <= MOST_NAMED_CLASSES
-    return ImagePictures(
-        round=directory.checkpoint.round,
-        model=who,
-        source="test" if has_test_images else "training",
-        searched=len(images),
-        mapped=len(points),
-        same_class=None if labels is None else float((labels[nearest] == labels[queries][:, None]).double().mean()),
-        neighbours=draw_neighbours(images, queries, nearest, similarity, labels),
-        image_map=draw_map(images, points, labels if few_classes else None, dataset.class_names),
+    sheet = draw_neighbours(images, queries, nearest, similarity, labels)
+    image_map = draw_map(images, points, labels if few_classes else None, dataset.class_names)
+    owner = "the global model" if who == "global" else f"client {who}'s model"
+    shown = f"{name}, {owner} after round {directory.checkpoint.round}."
+    source = f"{'test' if has_test_images else 'training'} images"
+    green = ""
+    if labels is not None:
+        same_class = float((labels[nearest] == labels[queries][:, None]).double().mean())
+        green = f" A green line marks the image's own class, an orange one another: {same_class:.0%} are green."
+    of_sheet = (
+        f"{shown} Each row: one image, and those of {len(images)} {source} whose representations lie nearest to it. "
+        "They should show the same kind of thing; if they only share brightness or background, the encoder has "
+        f"learned little.{green}"
     )
+    of_map = (
+        f"{shown} t-SNE of {len(points)} {source}. Images that lie together look alike to the encoder; each is moved "
+        "to the nearest free place. Distances between groups mean nothing."
+    )
+    return [
+        page_figure(sheet, f"Nearest neighbours: {name}", of_sheet, png=True),
+        page_figure(image_map, f"Map of images: {name}", of_map, png=True),
+    ]
 
 
 def draw_neighbours(
@@ -159,34 +153,3 @@ def thumbnails(images: Images, rows: Tensor) -> NDArray[np.uint8]:
         chosen = F.interpolate(chosen.float(), scale_factor=float(factor), mode="nearest").to(torch.uint8)
     array: NDArray[np.uint8] = chosen.permute(0, 2, 3, 1).numpy()
     return array[..., 0] if array.shape[-1] == 1 else array
-
-
-def image_section(pictures: Mapping[str, ImagePictures | str]) -> PageSection | None:
-    """Return the report's section with two pictures for each method, or why there are none; None if it is empty."""
-    if not pictures:
-        return None
-    warnings, figures = [], []
-    for name, about in pictures.items():
-        if isinstance(about, str):
-            warnings.append(f"{name}: no pictures of images: {about}")
-            continue
-        who = "the global model" if about.model == "global" else f"client {about.model}'s model"
-        neighbours = (
-            f"Each row: one image, and those of {about.searched} {about.source} images whose representations lie "
-            "nearest to it. They should show the same kind of thing; if they only share brightness or background, the "
-            "encoder has learned little."
-        )
-        if about.same_class is not None:
-            neighbours += " A green line marks the image's own class, an orange one another: "
-            neighbours += f"{about.same_class:.0%} are green."
-        image_map = (
-            f"t-SNE of {about.mapped} {about.source} images. Images that lie together look alike to the encoder; each "
-            "is moved to the nearest free place. Distances between groups mean nothing."
-        )
-        for figure, title, text in (
-            (about.neighbours, f"Nearest neighbours: {name}", neighbours),
-            (about.image_map, f"Map of images: {name}", image_map),
-        ):
-            caption = f"{name}, {who} after round {about.round}. {text}"
-            figures.append(page_figure(figure, title, caption, png=True))
-    return PageSection(warnings, figures)

@@ -33,14 +33,6 @@ class PageFigure:
     caption: str = ""
 
 
-@dataclass(frozen=True)
-class PageSection:
-    """A section of a page."""
-
-    warnings: Sequence[str]  # the methods that are not shown, each with the reason
-    figures: Sequence[PageFigure] = ()
-
-
 def page_figure(figure: Figure, description: str, caption: str = "", png: bool = False) -> PageFigure:
     """Return a matplotlib figure as part of a page. The same figure always gives the same bytes.
 

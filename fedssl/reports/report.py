@@ -23,7 +23,7 @@ from ..run_folder.record import Run, read_run, read_spectra
 from ..run_folder.storage import make_folder, require_file_name, write_atomically
 from ..untrusted import printable, quoted
 from .cost import format_bytes, format_flops
-from .images import ImagePictures, draw_pictures, image_section
+from .images import draw_pictures
 from .page import PageFigure, PageTable, page_figure, render_page
 from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectra, method_styles
 
@@ -77,18 +77,18 @@ def write_report(
         raise UserError(f"{which} no finished round to report on yet: fedssl run --resume {quoted(folders[0])}")
     path = Path(output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     require_file_name(path)
-    pictures: dict[str, ImagePictures | str] = {}
+    pictures: dict[str, list[PageFigure]] = {}
+    missing: dict[str, str] = {}
     for run in records if images else []:
-        if not run.finished or run.name in pictures or not RunDirectory.open(run.path).checkpoint.files:
+        if not run.finished or run.name in pictures | missing or not RunDirectory.open(run.path).checkpoint.files:
             continue
         try:
-            drawn = draw_pictures(*opened_with_data(run.path, trust))
-            pictures |= {} if drawn is None else {run.name: drawn}
+            pictures[run.name] = draw_pictures(*opened_with_data(run.path, trust))
         except UserError as error:
-            pictures[run.name] = str(error)
+            missing[run.name] = f"{run.name}: no pictures of images: {error}"
             notify(f"the report shows less of {run.name}: {error}")
     make_folder(path.absolute().parent)
-    write_atomically(path, build_report(records, pictures).encode())
+    write_atomically(path, build_report(records, list(chain(*pictures.values())), list(missing.values())).encode())
     return path
 
 
@@ -104,8 +104,8 @@ def opened_with_data(path: Path, trust: bool = False) -> tuple[Federation, RunDi
     return federation, directory
 
 
-def build_report(runs: Sequence[Run], pictures: Mapping[str, ImagePictures | str] | None = None) -> str:
-    """Return the page's HTML; `pictures` has those of each method, or the reason why there are none."""
+def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missing: Sequence[str] = ()) -> str:
+    """Return the page's HTML, with `pictures` of images, and sentences that say why some are `missing`."""
     methods: dict[str, list[Run]] = {}
     for run in runs:
         methods.setdefault(run.name, []).append(run)
@@ -130,7 +130,8 @@ def build_report(runs: Sequence[Run], pictures: Mapping[str, ImagePictures | str
         verdicts=[(run.name, sentence) for run in finished for sentence in verdict(run)],
         curves=_curve_charts(methods) + _spending_charts(methods),
         spectra=_spectra_chart(finished),
-        images=image_section(pictures or {}),
+        images=pictures,
+        missing=missing,
         partitions=_partition_charts(methods),
         left_out=_left_out_table(methods),
         clients=_client_table(methods, metrics),
