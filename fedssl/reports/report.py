@@ -420,39 +420,16 @@ def _history_table(methods: Methods) -> PageTable | None:
 
 
 def _privacy_table(methods: Methods) -> PageTable | None:
-    """Return a line for each run with differential privacy; None if there is no such run."""
+    """Return a line for each run with differential privacy: its options, and the clients' epsilon; None without any."""
     rows: list[tuple[object, ...]] = []
     for name, runs in methods.items():
         for run in runs:
-            flower = run.recipe.get("flower")
+            flower, last = run.recipe.get("flower"), run.last_round
             privacy = flower.get("differential_privacy") if isinstance(flower, dict) else None
             if isinstance(privacy, dict) and privacy:
-                norm, delta = (f"{_number(privacy.get(key)):g}" for key in ("clipping_norm", "delta"))
-                rows.append((name, run.seed, str(privacy.get("name")), _noise(privacy), norm, delta, *_spent(run)))
-    if not rows:
-        return None
-    header = ("method", "seed", "mechanism", "noise", "clipping norm", "delta", "rounds", "smallest epsilon", "largest")
-    return PageTable(header, rows, text_columns=4)
-
-
-def _noise(privacy: Mapping[str, Any]) -> str:
-    if privacy.get("name") == "fixed_clipping":
-        return f"by the server, noise multiplier {_number(privacy.get('noise_multiplier')):g}"
-    noise = f"by each client, for epsilon {_number(privacy.get('epsilon')):g} a round"
-    if privacy.get("sensitivity") is not None:
-        noise += f" at sensitivity {_number(privacy.get('sensitivity')):g}"
-    return noise
-
-
-def _spent(run: Run) -> tuple[int, str, str]:
-    """Return the last committed round, and the smallest and largest epsilon of the clients after it."""
-    last = run.last_round
-    values = [v for (n, who, name), v in run.values.items() if (n, name) == (last, "epsilon") and who.isdigit()]
-    if not values:
-        return max(last, 0), "-", "-"
-    return last, f"{min(values):.4g}", f"{max(values):.4g}"
-
-
-def _number(value: Any) -> float:
-    """Return an option of a stored recipe, which somebody may have written by hand; NaN if it is no number."""
-    return float(value) if isinstance(value, int | float) else float("nan")
+                options = ", ".join(f"{key}={value}" for key, value in privacy.items() if value is not None)
+                spent = [v for (n, who, m), v in run.values.items() if (n, m) == (last, "epsilon") and who.isdigit()]
+                bounds = (f"{bound(spent):.4g}" if spent else "-" for bound in (min, max))
+                rows.append((name, run.seed, options, max(last, 0), *bounds))
+    header = ("method", "seed", "mechanism", "rounds", "smallest epsilon", "largest")
+    return PageTable(header, rows, text_columns=3) if rows else None
