@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -262,51 +262,38 @@ def draw_table_picture(
         untrained: by metric, the untrained encoders' values by seed, whose mean is drawn as a dashed line.
         caption: the verdict, in one or more lines.
     """
-    width = 13.0
-    title_lines = textwrap.wrap(title.rstrip("."), 92, break_on_hyphens=False) or [""]
-    caption_lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 140, break_on_hyphens=False)]
-    left, label_width, value_width = 0.35 / width, 0.185, 0.078
-    panel = (1 - left - label_width - 0.005) / len(panels)
-    letters = int(panel * width / 0.1)  # of a panel's title in a line
-    title_height = 0.2 + 0.2 * max(len(textwrap.wrap(metric_title(metric), letters)) for metric in panels)
-    heights = {
-        "title": 0.55 + 0.27 * len(title_lines),
-        "bars": 0.65 + title_height + 0.42 * max(map(len, panels.values())),
-        "legend": 0.75,
-        "caption": 0.2 + 0.215 * len(caption_lines),
-    }
-    total = sum(heights.values())
-    figure = Figure(figsize=(width, total), facecolor="white")
-    begins = accumulate(heights.values(), initial=0.0)
-    top = {name: 1 - begin / total for name, begin in zip(heights, begins, strict=False)}
+    titles = textwrap.wrap(title.rstrip("."), 92, break_on_hyphens=False) or [""]
+    lines = [line for text in caption.splitlines() for line in textwrap.wrap(text, 140, break_on_hyphens=False)]
+    letters = 80 // len(panels)
+    title_lines = max(len(textwrap.wrap(metric_title(metric), letters)) for metric in panels)
+    bars = 1.5 + 0.2 * title_lines + 0.42 * max(map(len, panels.values()))
+    heights = (0.5 + 0.27 * len(titles), bars, 0.6 + 0.215 * len(lines))  # inches
+    figure = Figure(figsize=(13.0, sum(heights)), layout="constrained", facecolor="white")
+    parts: Any = figure.subfigures(3, 1, height_ratios=heights)
+    above, middle, below = parts
+    look: dict[str, Any] = {"x": 0.02, "va": "top"}
+    above.text(y=1 - 0.12 / heights[0], s=plot_text("\n".join(titles)), size=15, weight="bold", color=TEXT, **look)
+    above.text(y=0.3 / heights[0], s=plot_text(subtitle), size=11, color=MUTED, **look)
+    note = "Bars start at the untrained encoders; figures are mean ± sample standard deviation over the seeds."
+    below.text(0.5, 1 - 0.05 / heights[2], note, va="top", ha="center", size=10, color=MUTED)
+    below.text(y=1 - 0.4 / heights[2], s=plot_text("\n".join(lines)), size=11, color=TEXT, linespacing=1.35, **look)
 
-    text = plot_text("\n".join(title_lines))
-    figure.text(left, top["title"] - 0.12 / total, text, va="top", size=15, weight="bold", color=TEXT)
-    below_title = top["title"] - (0.22 + 0.25 * len(title_lines)) / total
-    figure.text(left, below_title, plot_text(subtitle), va="top", size=11, color=MUTED)
-
-    height = (heights["bars"] - 0.45 - title_height) / total
-    bottom = top["bars"] - title_height / total - height
-    for i, (metric, entries) in enumerate(panels.items()):
-        axes = figure.add_axes((left + label_width + i * panel, bottom, panel - value_width, height))
-        bars = [Bar(label, before, after, *_ROLES[role][:2]) for label, role, before, after in entries]
-        _draw_bars(axes, metric, bars, names=i == 0, untrained=untrained.get(metric, ()), letters=letters)
+    grid = middle.subplots(1, len(panels), squeeze=False)[0]
+    for i, (axes, (metric, entries)) in enumerate(zip(grid, panels.items(), strict=True)):
+        drawn = [Bar(label, before, after, *_ROLES[role][:2]) for label, role, before, after in entries]
+        _draw_bars(axes, metric, drawn, names=i == 0, untrained=untrained.get(metric, ()), letters=letters)
 
     present = {role for entries in panels.values() for _, role, _, _ in entries}
-    named = [look for role, look in _ROLES.items() if role in present and look[2]]
+    named = [_ROLES[role] for role in _ROLES if role in present and _ROLES[role][2]]
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor=_HATCH_COLOUR if hatch else "none", lw=0)
-        for colour, hatch, _ in named
+        Patch(facecolor=colour, hatch=hatch, edgecolor=_HATCH_COLOUR if hatch else "none", lw=0, label=name)
+        for colour, hatch, name in named
     ]
-    dot = Line2D([], [], color=TEXT, marker="o", ls="", ms=4.5, mfc="white")
-    handles += [Line2D([], [], color=TEXT, ls="--", lw=1.3), dot]
-    names = [*(name for _, _, name in named), "untrained encoder", "one seed"]
-    look = {"ncols": len(names), "frameon": False, "fontsize": 10, "handlelength": 1.7, "columnspacing": 1.5}
-    figure.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, top["legend"]), **look)
-    note = "Bars start at the untrained encoders; figures are mean ± sample standard deviation over the seeds."
-    figure.text(0.5, top["legend"] - 0.34 / total, note, va="top", ha="center", size=10, color=MUTED)
-    text = plot_text("\n".join(caption_lines))
-    figure.text(left, top["caption"], text, va="top", size=11, color=TEXT, linespacing=1.35)
+    handles.append(Line2D([], [], color=TEXT, ls="--", lw=1.3, label="untrained encoder"))
+    handles.append(Line2D([], [], color=TEXT, marker="o", ls="", ms=4.5, mfc="white", label="one seed"))
+    middle.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=10, columnspacing=1.5
+    )
     return figure
 
 

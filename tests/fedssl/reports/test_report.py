@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 from fedssl.errors import UserError
 from fedssl.recipe.recipe import Recipe
@@ -288,7 +289,7 @@ def test_a_tables_picture_is_drawn_whatever_its_labels_are():
     draw_table_picture(ODD[0], ODD[2], bars, {}, ODD[4]).draw_without_rendering()
     plain = draw_table_picture("title", "data", bars, {"knn": [40.0]}, "a line\nanother")
     plain.draw_without_rendering()
-    assert {"title", "data", "a line\nanother"} <= {text.get_text() for text in plain.texts}
+    assert {"title", "data", "a line\nanother"} <= {text.get_text() for text in plain.findobj(Text)}
 
 
 @pytest.mark.parametrize(
