@@ -30,7 +30,6 @@ from .features import extract_features, extract_outputs, measured_on
 from .fine_tuning import (
     FineTuneOptions,
     SemiSupervisedOptions,
-    check_fine_tuning,
     fine_tuned_scores,
     labeled_subset,
     semi_supervised_accuracy,
@@ -115,25 +114,31 @@ class EvaluationOptions(Options):
         return downstream
 
 
-def check_labels(dataset: Dataset, options: EvaluationOptions) -> None:
-    """Raise a UserError where a measure that needs labels is asked for and the images have none."""
-    if not dataset.labelled and (options.few_labels or options.semi_supervised or options.fine_tune is not None):
-        what = "evaluation.few_labels, semi_supervised or fine_tune"
-        raise UserError(
-            f"{what} need labels, and the images of data.name={dataset.name} have none: leave it out, or give labels "
-            "(data.labels for images, y_train and y_test in an .npz file)"
-        )
+def check_evaluation(dataset: Dataset, options: EvaluationOptions, needs_labels: bool = True) -> None:
+    """Raise a UserError where fine-tuning or few labels ask for what the images do not have.
 
-
-def check_colours(channels: int, options: EvaluationOptions) -> None:
-    """Raise a UserError where fine-tuning would change the colours of images that have other channels."""
+    It is the channels that RandAugment is for, a validation split, and with `needs_labels` labels.
+    """
     few = options.semi_supervised_protocol if options.semi_supervised else None
+    channels = dataset.train_images.shape[1]
     for key, protocol in (("semi_supervised_protocol", few), ("fine_tune", options.fine_tune)):
         if protocol is not None and protocol.tuning().augmentation == "rand_augment" and channels not in (1, 3):
             raise UserError(
                 f"RandAugment is for images of 1 or 3 channels, and the images have {channels}: set "
                 f"evaluation.{key}.augmentation=none"
             )
+    if options.fine_tune is not None and options.fine_tune.images == "validation" and dataset.validation_images is None:
+        raise UserError(
+            "evaluation.fine_tune.images is validation, but the data have no validation split: use train, or an .npz "
+            "file with x_val and y_val (in MedMNIST val_images and val_labels)"
+        )
+    asked = bool(options.few_labels or options.semi_supervised or options.fine_tune is not None)
+    if needs_labels and asked and not dataset.labelled:
+        raise UserError(
+            "evaluation.few_labels, semi_supervised or fine_tune need labels, and the images of "
+            f"data.name={dataset.name} have none: leave it out, or give labels (data.labels for images, y_train and "
+            "y_test in an .npz file)"
+        )
 
 
 def measured_sample(dataset: Dataset, images: int | None, seed: int) -> Dataset:
@@ -366,8 +371,8 @@ def evaluate_downstream(
 
 
 def check_downstream(model: Model, dataset: Dataset, options: EvaluationOptions) -> None:
-    """Raise a UserError if an encoder does not take the images of other data, or fine-tuning lacks its split."""
-    check_fine_tuning(options.fine_tune, dataset)
+    """Raise a UserError if an encoder does not take the images of other data, or fine-tuning lacks something."""
+    check_evaluation(dataset, options, needs_labels=False)
     shape = tuple(dataset.train_images.shape[1:])
     was_training = model.training
     advice = ": leave out image_size, so that images get the size that it was trained on"

@@ -130,15 +130,6 @@ class FineTuneOptions(SemiSupervisedOptions):
     images: Literal["train", "validation"] = Field("train", description="split whose labelled images are trained on")
 
 
-def check_fine_tuning(options: FineTuneOptions | None, dataset: Dataset) -> None:
-    """Raise a UserError where the fine-tuning needs a validation split that the data do not have."""
-    if options is not None and options.images == "validation" and dataset.validation_images is None:
-        raise UserError(
-            "evaluation.fine_tune.images is validation, but the data have no validation split: use train, or an .npz "
-            "file with x_val and y_val (in MedMNIST val_images and val_labels)"
-        )
-
-
 def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOptions, seed: int) -> dict[str, float]:
     """Return the test scores of a copy of the encoder fine-tuned on all labels of the training or validation images.
 

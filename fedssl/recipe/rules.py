@@ -15,8 +15,7 @@ from ..aggregators.base_model import BaseModel
 from ..aggregators.weighted_mean import WeightedMean
 from ..data.datasets import Dataset
 from ..errors import SendableError, UserError, explained
-from ..evaluation.evaluate import check_colours, check_labels
-from ..evaluation.fine_tuning import check_fine_tuning
+from ..evaluation.evaluate import check_evaluation
 from ..models.model import Model
 from ..models.stages import StagedEncoder
 from ..parts import is_session_part
@@ -37,12 +36,9 @@ def check_parts(recipe: Recipe) -> None:
 
 def check_data(recipe: Recipe, dataset: Dataset) -> None:
     """Raise a UserError if the data set lacks what the recipe's parts or its evaluation need."""
-    channels = dataset.train_images.shape[1]
-    recipe.objective.training_augmentation(recipe.augmentation).check_channels(channels)
-    check_colours(channels, recipe.evaluation)
-    check_fine_tuning(recipe.evaluation.fine_tune, dataset)
-    if recipe.evaluation.downstream is None:  # else fine-tuning on that data is enough
-        check_labels(dataset, recipe.evaluation)
+    recipe.objective.training_augmentation(recipe.augmentation).check_channels(dataset.train_images.shape[1])
+    # with other data fine-tuning on those is enough
+    check_evaluation(dataset, recipe.evaluation, needs_labels=recipe.evaluation.downstream is None)
     if recipe.objective.needs_labels and not dataset.labelled:
         raise UserError(
             f"objective {recipe.objective.name} trains on labels, and the images of data.name={dataset.name} have "

@@ -16,14 +16,13 @@ from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
 from ..evaluation.evaluate import (
     EvaluationOptions,
-    check_colours,
     check_downstream,
-    check_labels,
+    check_evaluation,
     evaluate_downstream,
     evaluate_model,
     load_downstream,
 )
-from ..evaluation.fine_tuning import FineTuneOptions, check_fine_tuning
+from ..evaluation.fine_tuning import FineTuneOptions
 from ..export.encoder_folder import is_encoder_folder, read_encoder
 from ..federation import device_named, federation_of_run, require_same_data
 from ..models.model import Model
@@ -106,13 +105,11 @@ def evaluate_run(
         require_same_data(path, federation.data_digests())
     recipe, dataset = federation.recipe, federation.dataset
     options = _with_requests(recipe.evaluation, fractions, fine_tune)
-    check_colours(dataset.train_images.shape[1], options)
     if data is not None:
         dataset = load_downstream(data, dataset.train_images.shape[1:], recipe.seed)
     elif not len(dataset.measured_images) and not federation.downstream:
         raise UserError(f"the recipe of {path} names no images to evaluate on (data.name=none): give --data")
-    check_fine_tuning(options.fine_tune, dataset)
-    check_labels(dataset, options)
+    check_evaluation(dataset, options)
     seed = seed_for(recipe.seed, "evaluation")
     results: dict[str, dict[str, float]] = {}
     for who, model in models_to_evaluate(federation, directory.server_state(), directory.client_state):
@@ -138,7 +135,6 @@ def evaluate_export(
     require_file_name(_target(path, data))
     encoder = read_encoder(path)
     options = _with_requests(EvaluationOptions(), fractions, fine_tune)
-    check_colours(encoder.image_shape[0], options)
     dataset = load_downstream(data, encoder.image_shape, seed=0)
     model = Model({"encoder": encoder.network}).to(device_named("auto"))
     check_downstream(model, dataset, options)
