@@ -447,10 +447,7 @@ def embed(
     ],
     output: Annotated[
         Path,
-        Option(
-            help="File to write: .npz with the arrays `features` and `files`, or .csv or .parquet with the columns "
-            "file, feature_0, ..."
-        ),
+        Option(help="File to write: .npz with the arrays `features` and `files`, or .csv with file, feature_0, ..."),
     ] = Path("features.npz"),
     batch_size: Annotated[int, Option(min=1, help="Images that are read and embedded at a time.")] = 256,
     device: Annotated[
@@ -494,6 +491,5 @@ def embed(
         )
     if left_out:
         print_text(f"Left out: {left_out}")
-    table, arrays = f"pandas.read_{output.suffix[1:]}", "numpy.load"
-    reader = table if output.suffix in (".csv", ".parquet") else arrays
+    reader = "pandas.read_csv" if output.suffix == ".csv" else "numpy.load"
     print_text(f"The features are in {output}; read them with {reader}({str(output)!r})")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -55,8 +54,8 @@ def embed_images(
             as given. Images are cropped and resized to the encoder's shape. A grey image becomes three equal channels
             for an encoder of colour images; a colour image becomes grey (luma) for an encoder of grey ones. Other
             encoders need images of their number of channels.
-        output: the file to write: `.csv` or `.parquet` with the columns `file`, `feature_0`, ...; with any other ending
-            an .npz file with the arrays `features` and `files`.
+        output: the file to write: `.npz` with the arrays `features` and `files`, or `.csv` with the columns `file`,
+            `feature_0`, ...
         batch_size: images that are read and embedded at a time; the features do not depend on it beyond rounding.
         device: `cpu`, `cuda`, or `auto` for CUDA if there is a device.
         patches: write the features before they are pooled, float32 [n, H', W', d] (`PatchFeatures`).
@@ -69,15 +68,15 @@ def embed_images(
         The files that were left out and the reasons, in one line; empty if all could be read.
 
     Raises:
-        UserError: `output` cannot be written, or is a table for `patches`; no exported encoder, or none with patches;
-            no images; one folder given twice; a broken file without `skip_broken`; a representation that is not finite;
-            or no pyarrow for a .parquet file. Nothing is written then.
+        UserError: `output` cannot be written, has another ending, or is a table for `patches`; no exported encoder, or
+            none with patches; no images; one folder given twice; a broken file without `skip_broken`; or a
+            representation that is not finite. Nothing is written then.
     """
     require_file_name(output)
-    if patches and output.suffix in (".csv", ".parquet"):
+    if output.suffix not in (".csv", ".npz"):
+        raise UserError(f"{output}: features are written as .npz, or as .csv: name such a file")
+    if patches and output.suffix == ".csv":
         raise UserError(f"{output}: a row of a table cannot hold the features of each patch: name a .npz file")
-    if output.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise UserError(f"{output}: writing .parquet needs pyarrow: pip install pyarrow, or name a .csv or .npz file")
     sources = [images] if isinstance(images, Path) else list(images)
     if len({source.resolve() for source in sources}) < len(sources):
         raise UserError(f"{', '.join(map(str, sources))}: one of these is given twice; name each once")
@@ -124,17 +123,12 @@ def embed_images(
 
 def _file_content(suffix: str, names: list[str], features: np.ndarray) -> bytes:
     """Return the content of a file with images' names and features; a .csv file holds float32 values exactly."""
-    columns = [f"feature_{i}" for i in range(features.shape[1])]
     if suffix == ".csv":
+        columns = [f"feature_{i}" for i in range(features.shape[1])]
         rows = ([name, *map(str, row)] for name, row in zip(names, features, strict=True))
         return csv_text([["file", *columns], *rows], as_texts=False).encode()
     file = io.BytesIO()
-    if suffix == ".parquet":
-        from pyarrow import parquet, table
-
-        parquet.write_table(table({"file": names} | dict(zip(columns, features.T, strict=True))), file)
-    else:
-        np.savez(file, features=features, files=np.array(names))
+    np.savez(file, features=features, files=np.array(names))
     return file.getvalue()
 
 
