@@ -382,7 +382,7 @@ def report(
 
 def _print_next_of_run(path: Path) -> None:
     """Print what to do with a run that was measured: use its encoder, export it, or continue the run."""
-    from ..evaluation.metrics import is_evaluated
+    from ..evaluation.metrics import is_measure
     from ..export.encoder_folder import is_encoder_folder
     from ..run_folder.directory import EXPORTED
     from ..run_folder.record import read_run
@@ -396,7 +396,7 @@ def _print_next_of_run(path: Path) -> None:
     if not recorded.finished:
         print_next("run", "--resume", path)
         return
-    shared = any(who == "global" and is_evaluated(metric) for _, who, metric in recorded.values)
+    shared = any(who == "global" and is_measure(metric) for _, who, metric in recorded.values)
     print_next("export", path, "encoder", *([] if shared else ["--client", "0"]))
 
 

@@ -300,14 +300,10 @@ def measured_values(images: MeasuredImages) -> dict[str, float]:
     return values
 
 
-def is_evaluated(metric: str) -> bool:
-    """Check whether a metric is measured before or after training, on the run's data or on other data."""
-    return metric.partition(OF_ARCHITECTURE)[0] in EVALUATED or metric.startswith(DOWNSTREAM)
-
-
 def is_measure(metric: str) -> bool:
-    """Check whether a model's evaluation writes a metric of this name."""
-    return metric in EVALUATED or metric.startswith(("linear_", "semi_supervised_", "fine_tune_", DOWNSTREAM))
+    """Check whether a model's evaluation writes this metric, on the run's data or on other data."""
+    name = metric.partition(OF_ARCHITECTURE)[0]
+    return name in EVALUATED or name.startswith(("linear_", "semi_supervised_", "fine_tune_", DOWNSTREAM))
 
 
 def is_reserved(metric: str) -> bool:
@@ -364,6 +360,6 @@ def format_values(metric: str, values: Sequence[float]) -> str:
     if not values:
         return "-"
     _, name = split_metric(metric)
-    decimals = METRICS[name].decimals if name in METRICS else 1 if is_evaluated(metric) else 3
+    decimals = METRICS[name].decimals if name in METRICS else 1 if is_measure(metric) else 3
     mean, spread = mean_and_spread(values)
     return f"{mean:.{decimals}f}" + ("" if spread is None else f" ± {spread:.{decimals}f}")

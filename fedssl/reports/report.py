@@ -14,7 +14,7 @@ import yaml
 from ..data.files import notify
 from ..engines.durations import format_duration
 from ..errors import UserError
-from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_evaluated, metric_title
+from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_measure, metric_title
 from ..evaluation.verdict import verdict
 from ..federation import Federation, federation_of_run, require_same_data
 from ..recipe.overrides import flatten_keys
@@ -211,8 +211,8 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
 
 def _evaluated_metrics(runs: Sequence[Run]) -> list[str]:
     """Return the metrics that any run has before or after its training."""
-    downstream = {metric for run in runs for _, _, metric in run.values if is_evaluated(metric)} - set(EVALUATED)
-    metrics = [*EVALUATED, *sorted(downstream)]
+    others = {metric for run in runs for _, _, metric in run.values if is_measure(metric)} - set(EVALUATED)
+    metrics = [*EVALUATED, *sorted(others)]
     return [metric for metric in metrics if _values(runs, metric, "before") or _values(runs, metric, "after")]
 
 
@@ -263,7 +263,7 @@ def _curve_charts(methods: Methods) -> list[PageFigure]:
             charts[-1] = replace(charts[-1], caption=f"{charts[-1].caption} {note}".strip())
             break
         # two points, before and after training, are better shown as bars
-        fewest = 3 if is_evaluated(metric) else 2
+        fewest = 3 if is_measure(metric) else 2
         curves = {name: [curve for run in runs if (curve := run.overall(metric))] for name, runs in methods.items()}
         curves = {name: runs for name, runs in curves.items() if max(map(len, runs), default=0) >= fewest}
         repeats_loss = metric == "total_loss" and all(

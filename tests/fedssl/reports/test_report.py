@@ -56,9 +56,12 @@ def test_the_table_has_clients_means_and_spread_over_seeds(tiny, tmp_path):
 def test_a_global_model_has_one_row_and_architectures_repeat_over_the_clients(tiny, tmp_path):
     """One run has no spread; what its clients sent and received is summed."""
     rows = [(0, "global", "knn", 40.0), (1, "0", "loss", 3.0), (1, "mean", "loss", 3.0), (2, "global", "knn", 55.55)]
+    rows += [(0, "global", "linear_0.05", 10.0), (2, "global", "linear_0.05", 20.0)]  # of no fraction that has a title
     write_run(tmp_path / "g", tiny(name="fedbyol"), rows)
     page = Page(write_report([tmp_path / "g"]))
-    assert page.table("method", "model of") == [["fedbyol", "global model", "small_convnet", "40.0 → 55.5"]]
+    assert page.table("method", "model of") == [
+        ["fedbyol", "global model", "small_convnet", "40.0 → 55.5", "10.0 → 20.0"]
+    ]
     assert (tmp_path / "g" / "report.html").is_file()
     write_run(tmp_path / "a", tiny(**ALIGNED), rows_of([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]))
     page = Page(write_report([tmp_path / "a"]))
