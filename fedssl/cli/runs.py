@@ -343,14 +343,11 @@ def evaluate(
     """Evaluate a run's last checkpoint or an exported encoder: kNN and linear accuracy, and fine-tuning on request."""
     from ..evaluation.fine_tuning import FineTuneOptions
     from ..export.encoder_folder import is_encoder_folder
-    from ..reports.evaluation import evaluate_export, evaluate_run, parse_data
+    from ..reports.evaluation import parse_data, write_evaluation
 
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
     other = None if data is None else parse_data(data)
-    if is_encoder_folder(folder):
-        path = evaluate_export(folder, other, fractions or [], options)
-    else:
-        path = evaluate_run(folder, fractions or [], note=print_text, fine_tune=options, data=other, trust=trust)
+    path = write_evaluation(folder, fractions or [], note=print_text, fine_tune=options, data=other, trust=trust)
     print_text(path.read_text(encoding="utf-8").rstrip())
     print_text(f"The table is in {path}")
     if is_encoder_folder(folder):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from ..augmentations.base import Augmentation
+from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset
 from ..data.options import DataOptions
 from ..engines.rounds import models_to_evaluate
@@ -30,7 +31,7 @@ from ..options import explain_errors
 from ..randomness import seed_for
 from ..recipe.overrides import read_text
 from ..run_folder.directory import RunDirectory
-from ..run_folder.storage import csv_text, require_file_name, write_atomically
+from ..run_folder.storage import csv_text, read_csv, require_file_name, write_atomically
 from ..untrusted import quoted
 
 
@@ -62,16 +63,11 @@ def evaluate(
     """
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
     other = None if data is None else data_options(data)
-    folder = Path(path)
-    if is_encoder_folder(folder):
-        written = evaluate_export(folder, other, semi_supervised, options)
-    else:
-        written = evaluate_run(folder, semi_supervised, fine_tune=options, data=other, trust=trust)
-    with open(written, newline="", encoding="utf-8") as file:
-        return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)}
+    written = write_evaluation(Path(path), semi_supervised, fine_tune=options, data=other, trust=trust)
+    return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in read_csv(written)}
 
 
-def evaluate_run(
+def write_evaluation(
     path: Path,
     fractions: Sequence[float] = (),
     note: Callable[[str], None] = lambda text: None,
@@ -79,9 +75,10 @@ def evaluate_run(
     data: DataOptions | None = None,
     trust: bool = False,
 ) -> Path:
-    """Evaluate the models of a run's last checkpoint: each client's and their mean, or the global one.
+    """Evaluate the models of a run's last checkpoint, each client's and their mean or the global one, or an export.
 
     Args:
+        path: the run's folder, or that of an exported encoder, which needs `data`.
         fractions: labelled fractions to fine-tune on, in (0, 1], besides the recipe's; the papers' are 0.01 and 0.1.
         note: called with a line of text before each model.
         fine_tune: how to fine-tune on all labels (default: as in the recipe, if it does).
@@ -89,93 +86,67 @@ def evaluate_run(
         trust: see `load_stored_recipe`.
 
     Returns:
-        RUN/evaluation.csv, or RUN/evaluation-DATA.csv for other data, with a line per client and a column per measure.
+        FOLDER/evaluation.csv, or FOLDER/evaluation-DATA.csv for other data, with a line per client and a column per
+        measure.
 
     Raises:
-        UserError: `path` is not a run's folder or has no finished round; a fraction is not in (0, 1]; the data are
-            missing or do not fit; the recipe names code that is not trusted; or the file cannot be written.
+        UserError: the folder holds neither, or no finished round; a fraction is not in (0, 1]; the data are missing or
+            do not fit; the recipe names code that is not trusted; or the file cannot be written.
     """
-    _check_fractions(fractions)
-    directory = RunDirectory.open(path)
-    if directory.checkpoint.round < 0:
-        raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {quoted(path)}")
-    federation = federation_of_run(directory, trust, downstream=data is None)
-    require_file_name(_target(path, data))
-    if data is None:
-        require_same_data(path, federation.data_digests())
-    recipe, dataset = federation.recipe, federation.dataset
-    options = _with_requests(recipe.evaluation, fractions, fine_tune)
-    if data is not None:
-        dataset = load_downstream(data, dataset.train_images.shape[1:], recipe.seed)
-    elif not len(dataset.measured_images) and not federation.downstream:
-        raise UserError(f"the recipe of {path} names no images to evaluate on (data.name=none): give --data")
-    check_evaluation(dataset, options)
-    seed = seed_for(recipe.seed, "evaluation")
-    results: dict[str, dict[str, float]] = {}
-    for who, model in models_to_evaluate(federation, directory.server_state(), directory.client_state):
-        note(f"evaluating {'client ' if who.isdigit() else ''}{who}")
-        if data is not None:
-            check_downstream(model, dataset, options)
-        if len(dataset.measured_images):
-            more = {"augmentation": recipe.augmentation, "own_classes": data is None}
-            results[who] = _measure(model, dataset, options, seed, **more)
-        results.setdefault(who, {}).update(evaluate_downstream(model, federation.downstream, options, seed, after=True))
-    return _write(results, path, data)
-
-
-def evaluate_export(
-    path: Path, data: DataOptions | None, fractions: Sequence[float] = (), fine_tune: FineTuneOptions | None = None
-) -> Path:
-    """Evaluate an exported encoder on labelled data into FOLDER/evaluation-DATA.csv; see `evaluate_run`."""
-    _check_fractions(fractions)
-    if data is None:
-        raise UserError(
-            f"{path} is an exported encoder, which names no data: give --data, such as --data name=npz,path=mine.npz"
-        )
-    require_file_name(_target(path, data))
-    encoder = read_encoder(path)
-    options = _with_requests(EvaluationOptions(), fractions, fine_tune)
-    dataset = load_downstream(data, encoder.image_shape, seed=0)
-    model = Model({"encoder": encoder.network}).to(device_named("auto"))
-    check_downstream(model, dataset, options)
-    return _write({"encoder": _measure(model, dataset, options, seed_for(0, "evaluation"))}, path, data)
-
-
-def _check_fractions(fractions: Sequence[float]) -> None:
     for fraction in fractions:
         if not 0 < fraction <= 1:
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
-
-
-def _with_requests(
-    options: EvaluationOptions, fractions: Sequence[float], fine_tune: FineTuneOptions | None
-) -> EvaluationOptions:
-    """Return the options with what is asked for besides, on all images."""
+    exported = is_encoder_folder(path)
+    models: Iterable[tuple[str, Model]]
+    shape: Sequence[int]
+    augmentation: Augmentation = RandomViews()
+    downstream: Mapping[str, Dataset] = {}
+    if exported:
+        if data is None:
+            example = "--data name=npz,path=mine.npz"
+            raise UserError(f"{path} is an exported encoder, which names no data: give --data, such as {example}")
+        encoder = read_encoder(path)
+        options, seed, shape = EvaluationOptions(), 0, encoder.image_shape
+        models = [("encoder", Model({"encoder": encoder.network}).to(device_named("auto")))]
+    else:
+        directory = RunDirectory.open(path)
+        if directory.checkpoint.round < 0:
+            raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {quoted(path)}")
+        federation = federation_of_run(directory, trust, downstream=data is None)
+        if data is None:
+            require_same_data(path, federation.data_digests())
+        recipe, dataset = federation.recipe, federation.dataset
+        options, seed, augmentation = recipe.evaluation, recipe.seed, recipe.augmentation
+        shape, downstream = dataset.train_images.shape[1:], federation.downstream
+        models = models_to_evaluate(federation, directory.server_state(), directory.client_state)
+    label = "" if data is None else f"-{data.path.stem if data.path else data.name}"
+    target = path / f"evaluation{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)}.csv"
+    require_file_name(target)
     requested = list(dict.fromkeys([*options.semi_supervised, *fractions]))
     changes = {"semi_supervised": requested, "fine_tune": fine_tune or options.fine_tune, "images": None}
-    return options.model_copy(update=changes)
-
-
-def _measure(model: Model, dataset: Dataset, options: EvaluationOptions, seed: int, **more: Any) -> dict[str, float]:
-    measures, _ = evaluate_model(model, dataset, options, seed, linear=True, fine_tune=True, **more)
-    return measures
-
-
-def _write(results: dict[str, dict[str, float]], folder: Path, data: DataOptions | None) -> Path:
+    options = options.model_copy(update=changes)
+    if data is not None:
+        dataset = load_downstream(data, shape, seed)
+    elif not len(dataset.measured_images) and not downstream:
+        raise UserError(f"the recipe of {path} names no images to evaluate on (data.name=none): give --data")
+    check_evaluation(dataset, options)
+    seed = seed_for(seed, "evaluation")
+    more: dict[str, Any] = {"augmentation": augmentation, "own_classes": data is None or exported}
+    results: dict[str, dict[str, float]] = {}
+    for who, model in models:
+        note(f"evaluating {'client ' if who.isdigit() else ''}{who}")
+        if data is not None:
+            check_downstream(model, dataset, options)
+        measures: dict[str, float] = {}
+        if len(dataset.measured_images):
+            measures, _ = evaluate_model(model, dataset, options, seed, linear=True, fine_tune=True, **more)
+        results[who] = measures | evaluate_downstream(model, downstream, options, seed, after=True)
     names = list(next(iter(results.values())))
     if len(results) > 1:
         results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}
     rows = [[who, *(f"{values[name]:.2f}" for name in names)] for who, values in results.items()]
-    target = _target(folder, data)
     write_atomically(target, csv_text([["client", *names], *rows]).encode())
     return target
-
-
-def _target(folder: Path, data: DataOptions | None) -> Path:
-    if data is None:
-        return folder / "evaluation.csv"
-    label = re.sub(r"[^A-Za-z0-9_.-]+", "-", data.path.stem if data.path else data.name)
-    return folder / f"evaluation-{label}.csv"
 
 
 def parse_data(text: str) -> DataOptions:

@@ -8,7 +8,7 @@ from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
-from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.evaluation import write_evaluation
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
 from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
@@ -51,11 +51,11 @@ def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):  
     page = write_report([run]).read_text()
     assert "the images have no class each, so no accuracy can be measured" in page
     assert "kNN accuracy" not in page
-    assert evaluate_run(run).read_text().splitlines()[0] == (
+    assert write_evaluation(run).read_text().splitlines()[0] == (
         "client,effective_rank,alignment,uniformity,view_retrieval,pixel_view_retrieval"
     )
     with pytest.raises(UserError, match="semi_supervised or fine_tune need labels"):
-        evaluate_run(run, [0.1])
+        write_evaluation(run, [0.1])
 
 
 @pytest.mark.parametrize(

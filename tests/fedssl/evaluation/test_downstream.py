@@ -25,7 +25,7 @@ from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
 from fedssl.models.encoders import build_encoder
 from fedssl.models.model import Model
-from fedssl.reports.evaluation import evaluate_export, evaluate_run, parse_data
+from fedssl.reports.evaluation import parse_data, write_evaluation
 from fedssl.reports.report import build_report
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, tiny_values
@@ -61,7 +61,7 @@ def rows(path):
 def test_a_run_and_its_export_on_other_data(finished_run, other_data):
     data = DataOptions(name="npz", path=other_data)
     path, encoder = finished_run
-    of_run = evaluate_run(
+    of_run = write_evaluation(
         path, [0.5], fine_tune=FineTuneOptions(images="validation", epochs=2, warmup_epochs=0), data=data
     )
     assert of_run.name == "evaluation-bright-or-dark.csv"
@@ -69,7 +69,7 @@ def test_a_run_and_its_export_on_other_data(finished_run, other_data):
     assert list(measures)[:4] == ["knn", "effective_rank", "linear", "semi_supervised_0.5"]
     assert "fine_tune_accuracy" in measures
     assert measures["knn"] == 100.0  # brightness alone tells the classes apart; noise would give 50
-    of_export = rows(evaluate_export(encoder, data=data))["encoder"]
+    of_export = rows(write_evaluation(encoder, data=data))["encoder"]
     assert of_export["knn"] == measures["knn"]
     assert of_export["effective_rank"] == measures["effective_rank"]
     assert not (path / "evaluation.csv").exists()
@@ -78,11 +78,11 @@ def test_a_run_and_its_export_on_other_data(finished_run, other_data):
 def test_what_cannot_be_evaluated_is_refused(finished_run, tmp_path):
     path, encoder = finished_run
     with pytest.raises(UserError, match=r"is an exported encoder, which names no data: give --data"):
-        evaluate_export(encoder, None)
+        write_evaluation(encoder)
     with pytest.raises(UserError, match="there is no file"):
-        evaluate_export(encoder, data=DataOptions(name="npz", path=tmp_path / "nothing.npz"))
+        write_evaluation(encoder, data=DataOptions(name="npz", path=tmp_path / "nothing.npz"))
     with pytest.raises(UserError, match="no validation split"):
-        evaluate_run(path, fine_tune=FineTuneOptions(images="validation"), data=DataOptions(name="digits"))
+        write_evaluation(path, fine_tune=FineTuneOptions(images="validation"), data=DataOptions(name="digits"))
     assert {p.name for p in encoder.glob("evaluation*")} <= {"evaluation-bright-or-dark.csv"}
 
 
@@ -121,7 +121,7 @@ def test_the_recipes_option_is_measured_before_and_after(noisy, finished, tmp_pa
     assert record.evaluated("downstream_bright_semi_supervised_0.5", "after") is not None
     for metric in ("knn", "loss", "linear"):
         assert record.overall(metric) == without.overall(metric)
-    assert rows(evaluate_run(tmp_path / "run"))["global"]["downstream_bright_knn"] == 100.0
+    assert rows(write_evaluation(tmp_path / "run"))["global"]["downstream_bright_knn"] == 100.0
     assert "on bright: kNN accuracy (%)" in build_report([record])
 
 
@@ -206,5 +206,5 @@ def test_a_run_reports_it_and_it_learns(tiny, tmp_path):
     found = {(n, who): v for n, who, metric, v in averaged.read_metrics() if metric == "classifier"}
     assert set(found) == {(0, "global"), (2, "global")}
     assert found[2, "global"] > found[0, "global"] + 20
-    header = evaluate_run(tmp_path / "averaged").read_text().splitlines()[0]
+    header = write_evaluation(tmp_path / "averaged").read_text().splitlines()[0]
     assert "classifier" in header.split(",")

@@ -31,7 +31,7 @@ from fedssl.evaluation.fine_tuning import (
 )
 from fedssl.evaluation.rand_augment import rand_augment
 from fedssl.models.model import Model
-from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.evaluation import write_evaluation
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.evaluation.conftest import TinyEncoder, bright_quarters
 from tests.fedssl.test_synchronisations import Operations
@@ -256,7 +256,7 @@ def test_a_run_fine_tunes_after_training_and_so_does_evaluate(tiny, tmp_path):
     found = {m.removeprefix("fine_tune_"): (r, v) for r, _, m, v in directory.read_metrics() if "fine_tune" in m}
     assert list(found) == SCORES
     assert {number for number, _ in found.values()} == {1}
-    header, row = evaluate_run(tmp_path / "a").read_text().splitlines()
+    header, row = write_evaluation(tmp_path / "a").read_text().splitlines()
     again = dict(zip(header.split(","), row.split(","), strict=True))
     assert float(again["fine_tune_f1"]) == pytest.approx(found["f1"][1], abs=0.006)
 

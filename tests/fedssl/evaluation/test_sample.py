@@ -9,7 +9,7 @@ from fedssl.errors import UserError
 from fedssl.evaluation import evaluate, linear
 from fedssl.evaluation.evaluate import EvaluationOptions, measured_sample, sample_sentence
 from fedssl.recipe.reading import load_recipe
-from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.evaluation import write_evaluation
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, AVERAGED
@@ -53,7 +53,7 @@ def test_a_run_says_what_it_measures_and_evaluate_measures_all(tmp_path, tiny):
     on_all = recipe.model_copy(update={"evaluation": EvaluationOptions(linear={"epochs": 1})})
     in_process.run(on_all, tmp_path / "all")
     whole = read_run(tmp_path / "all").evaluated("knn", "after")
-    assert f"global,{whole:.2f}," in evaluate_run(tmp_path / "run").read_text()
+    assert f"global,{whole:.2f}," in write_evaluation(tmp_path / "run").read_text()
     assert "at most 40 images" in write_report([tmp_path / "run"], images=False).read_text()
 
 

@@ -24,7 +24,7 @@ from fedssl.models.encoders import build_encoder
 from fedssl.models.weights import ModelOptions, digest, load_weights, read_all_weights
 from fedssl.randomness import seeded
 from fedssl.recipe.reading import load_recipe
-from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.evaluation import write_evaluation
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL, METHODS
@@ -353,7 +353,7 @@ def test_a_run_is_not_continued_with_other_weights_but_evaluated_without_them(no
     path.unlink()
     with pytest.raises(UserError, match="there is no file"):
         in_process.resume(tmp_path / "run")
-    assert evaluate_run(tmp_path / "whole").is_file()
+    assert write_evaluation(tmp_path / "whole").is_file()
 
 
 @pytest.mark.parametrize("kept", ["kept", "trained"])

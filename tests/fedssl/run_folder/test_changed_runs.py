@@ -17,7 +17,7 @@ from fedssl.engines.in_process import resume
 from fedssl.errors import UserError
 from fedssl.federation import build_federation, require_same_data
 from fedssl.recipe.reading import load_recipe
-from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.evaluation import write_evaluation
 from fedssl.reports.report import write_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
@@ -324,6 +324,6 @@ def test_a_finished_run_is_measured_and_drawn_with_its_own_data_alone(run, image
     assert resume(run).checkpoint.finished
     replace(images / "test" / "b" / "31.bmp")
     with pytest.raises(UserError, match=f"the test set {OTHERS}"):
-        evaluate_run(run)
+        write_evaluation(run)
     assert not (run / "evaluation.csv").exists()
     assert "have changed since the run began: the test set no longer has" in write_report([run]).read_text()

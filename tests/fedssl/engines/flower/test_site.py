@@ -25,7 +25,7 @@ from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
-from fedssl.reports.evaluation import evaluate_run
+from fedssl.reports.evaluation import write_evaluation
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, AVERAGED
@@ -211,7 +211,7 @@ def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_s
     assert run.overall("effective_rank") == run.overall("knn") == {}
     assert "there are no images" in write_report([tmp_path / "run"]).read_text()
     with pytest.raises(UserError, match=r"names no images to evaluate on \(data\.name=none\)"):
-        evaluate_run(tmp_path / "run")
+        write_evaluation(tmp_path / "run")
     with_data = quick(**AVERAGED, **SITES, data={"name": "digits", "test_limit": 60})
     known, grid = start(with_data, tmp_path / "with_data", sites)
     assert run_on(with_data, known, grid) == []
@@ -247,7 +247,7 @@ def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_s
     for when in ("before", "after"):
         assert run.evaluated("downstream_other_knn", when) is not None
     assert run.evaluated("knn", "after") is None
-    header, row = evaluate_run(tmp_path / "continued").read_text().splitlines()
+    header, row = write_evaluation(tmp_path / "continued").read_text().splitlines()
     assert header.split(",")[:2] == ["client", "downstream_other_knn"]
     assert float(row.split(",")[1]) == pytest.approx(run.evaluated("downstream_other_knn", "after"), abs=0.006)
 
