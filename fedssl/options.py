@@ -89,14 +89,23 @@ def is_text(types: Sequence[Any]) -> bool:
 
 
 def types_at(model: type[Options], keys: Sequence[str]) -> list[Any]:
-    """Return the types that a value may have at a path of keys; none where the options do not say."""
+    """Return the types that a value may have at a path of keys; none where the options do not say.
+
+    In the path of an error the name of one of several option models stands before its own keys.
+    """
     types: list[Any] = [model]
     for key in keys:
-        fields = [one.model_fields for one in types if isinstance(one, type) and issubclass(one, Options)]
-        inner = [field[key].annotation for field in fields if key in field]
+        options = _option_models(types)
+        inner = [one.model_fields[key].annotation for one in options if key in one.model_fields]
         inner += [get_args(one)[-1] for one in types if get_origin(one) in (dict, list)]
-        types = [member for annotation in inner for member in _members(annotation)]
+        several = options if len(options) > 1 else []
+        named = [one for one in several if key in get_args(one.model_fields["name"].annotation)]
+        types = named or [member for annotation in inner for member in _members(annotation)]
     return types
+
+
+def _option_models(types: Sequence[Any]) -> list[type[Options]]:
+    return [one for one in types if isinstance(one, type) and issubclass(one, Options)]
 
 
 def _as_text(annotation: Any, value: Any) -> Any:
@@ -141,7 +150,9 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
         location = [str(part) for part in item["loc"]]
         path = ".".join(([prefix] if prefix else []) + location)
         if item["type"] == "extra_forbidden":
-            allowed = _fields_at(model, location[:-1])
+            found = _option_models(types_at(model, location[:-1]))
+            fields = found[0].model_fields.items() if len(found) == 1 else ()
+            allowed = [name for name, field in fields if not field.exclude]
             near = difflib.get_close_matches(location[-1], allowed, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             clauses.append(f"{path}: unknown key; {hint}allowed here are {', '.join(allowed)}")
@@ -159,18 +170,3 @@ def shortened(value: Any) -> str:
     """Return a wrong value as a message repeats it."""
     text = repr(value)
     return text if len(text) <= _LONGEST_INPUT else f"{text[:_LONGEST_INPUT]}..."
-
-
-def _fields_at(model: type[Options], location: list[str]) -> list[str]:
-    """Return the keys that are allowed in the mapping at a location, an error's path."""
-    current: list[type[Options]] = [model]  # more than one where the next key names one of several
-    for key in location:
-        if key.isdigit():  # an entry of a list
-            continue
-        if len(current) == 1:
-            field = current[0].model_fields.get(key)
-            found = _types_in(field.annotation) if field else set()
-            current = [one for one in found if isinstance(one, type) and issubclass(one, Options)]
-        else:
-            current = [c for c in current if key in get_args(c.model_fields["name"].annotation)]
-    return [name for name, field in current[0].model_fields.items() if not field.exclude] if len(current) == 1 else []

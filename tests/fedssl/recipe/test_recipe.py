@@ -52,7 +52,11 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("seed.a=1", ["seed is 0 and has no entries"]),
         ("architectures=[", ["not YAML"]),
         ("evaluation.downstream={a_b: {name: digits}}", ["the label 'a_b' must consist of letters and digits"]),
-        ("evaluation.downstream={a: {nme: digits}}", ["evaluation.downstream.a.nme: unknown key"]),
+        ("evaluation.downstream={a: {nme: digits}}", ["evaluation.downstream.a.nme: unknown key; did you mean name?"]),
+        (
+            "flower.differential_privacy={name: local_dp, epsilonn: 1, clipping_norm: 1, epsilon: 1, delta: 1e-5}",
+            ["flower.differential_privacy.local_dp.epsilonn: unknown key; did you mean epsilon?"],
+        ),
     ],
 )
 def test_a_bad_override_is_one_line_with_path_and_allowed_values(override, parts, tmp_path):
