@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import matplotlib
 from matplotlib.figure import Figure
 
-from ..templates import fill_template
 from .plots import png_bytes
 
 
@@ -46,8 +45,3 @@ def page_figure(figure: Figure, description: str, caption: str = "", png: bool =
             figure.savefig(data, format="svg", metadata={"Date": None})
         kind, content = "svg+xml", data.getvalue()
     return PageFigure(description, f"data:image/{kind};base64,{base64.b64encode(content).decode()}", caption)
-
-
-def render_page(template: str, **values: object) -> str:
-    """Fill a template of `templates/`, with every value escaped; a missing value raises jinja2.UndefinedError."""
-    return fill_template("fedssl.reports", template, **values)

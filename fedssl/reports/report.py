@@ -21,10 +21,11 @@ from ..recipe.overrides import flatten_keys
 from ..run_folder.directory import RunDirectory
 from ..run_folder.record import Run, read_run, read_spectra
 from ..run_folder.storage import make_folder, require_file_name, write_atomically
+from ..templates import fill_template
 from ..untrusted import printable, quoted
 from .cost import format_bytes, format_flops
 from .images import draw_pictures
-from .page import PageFigure, PageTable, page_figure, render_page
+from .page import PageFigure, PageTable, page_figure
 from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectra, method_styles
 
 #: the runs of each method, by the recipe's name; several runs are the method's seeds
@@ -114,7 +115,8 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
     finished = [run for runs in methods.values() for run in [run for run in runs if run.finished][:1]]
     folders = [(name, run.seed, run.path) for name, runs in methods.items() for run in runs]
     texts = {name: str(run.recipe.get("description") or "") for name, run in first.items()}
-    return render_page(
+    return fill_template(
+        "fedssl.reports",
         "report.html",
         title=" / ".join(methods) if len(methods) <= 3 else f"{len(methods)} methods compared",
         several_seeds=any(len(runs) > 1 for runs in methods.values()),
