@@ -400,10 +400,10 @@ def _print_next_of_run(path: Path) -> None:
 def export(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder of a finished run.")],
     output: Annotated[Path, Argument(metavar="FOLDER", help="Folder to make; it must not exist or be empty.")],
-    client: Annotated[int | None, Option(help="Export this client's own model, right after its last training.")] = None,
-    shared: Annotated[
-        bool, Option("--global", help="Export the global model; the default where the run has one.")
-    ] = False,
+    client: Annotated[
+        int | None,
+        Option(help="Export this client's own model, right after its last training, and not the global one."),
+    ] = None,
     best: Annotated[
         bool, Option("--best", help="The best round's (evaluation.keep_best) in place of the last.")
     ] = False,
@@ -415,7 +415,7 @@ def export(
     from ..run_folder.directory import EXPORTED
     from ..run_folder.storage import write_atomically
 
-    path = export_encoder(run, output, client, shared, onnx, trust, best)
+    path = export_encoder(run, output, client, onnx, trust, best)
     shape = ", ".join(map(str, json.loads((path / "config.json").read_text())["fedssl"]["image_shape"]))
     print_text(f"The encoder is in {path}; README.md there says more. In Python, with torch and timm alone:")
     print_text(

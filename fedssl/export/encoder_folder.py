@@ -44,20 +44,19 @@ def export_encoder(
     run: Path,
     output: Path,
     client: int | None = None,
-    shared: bool = False,
     onnx: bool = False,
     trust: bool = False,
     best: bool = False,
 ) -> Path:
     """Write a finished run's encoder into a new folder, which gets its name only when it is complete, and return it.
 
-    `client`, `shared`, `trust` and `best` are those of `encoder_of_run`; with `onnx` encoder.onnx is written as well.
+    `client`, `trust` and `best` are those of `encoder_of_run`; with `onnx` encoder.onnx is written as well.
 
     Raises:
         UserError: see `encoder_of_run`; `output` is not empty or cannot be written; ONNX needs a missing package.
     """
     require_new_folder(output)
-    chosen = encoder_of_run(run, client, shared, trust, best)
+    chosen = encoder_of_run(run, client, trust, best)
     config = encoder_config(chosen, run.resolve().name)
     parent = output.absolute().parent
     make_folder(parent)

@@ -51,16 +51,13 @@ class EncoderOfRun:
     round: int
 
 
-def encoder_of_run(
-    path: Path, client: int | None = None, shared: bool = False, trust: bool = False, best: bool = False
-) -> EncoderOfRun:
+def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, best: bool = False) -> EncoderOfRun:
     """Return the encoder of a finished run's global model, or of one client's model.
 
     A staged encoder (layer-wise and progressive schedules) is returned as the plain network that it was cut from.
 
     Args:
         client: a client's number (default: the global model, or the only client's); its model after its last training.
-        shared: take the global model; an error if there is none.
         trust: see `load_stored_recipe`.
         best: as it was after the best round (`evaluation.keep_best`), also if the run is not finished.
 
@@ -77,7 +74,7 @@ def encoder_of_run(
             f"{path} is not finished ({done}): continue it with fedssl run --resume {quoted(path)}, then export"
         )
     recipe = load_stored_recipe(directory, trust)
-    owner = _owner(recipe, path, client, shared)
+    owner = _owner(recipe, path, client)
     if owner == GLOBAL:
         entries: Mapping[str, Tensor] = directory.server_state().tensors
         number, architecture = checkpoint.round, recipe.architecture_of(0)
@@ -91,7 +88,7 @@ def encoder_of_run(
         if not any(name.startswith(_ENCODER) for name in entries):
             raise UserError(
                 f"client {owner} took part last in round {last} of {recipe.rounds}, and only local models of the last "
-                "round are kept: export the global model (--global) or another client's"
+                "round are kept: export the global model, without --client, or another client's"
             )
     shape = image_shape_of_run(path)
     network: nn.Module = build_encoder(architecture, shape[0], shape[2], stem=recipe.model.stem)
@@ -102,7 +99,7 @@ def encoder_of_run(
         if depth < network.layers:
             raise UserError(
                 f"client {owner} took part last in round {number}, when the encoder had {depth} of its "
-                f"{network.layers} layers: export the global model (--global) or another client's"
+                f"{network.layers} layers: export the global model, without --client, or another client's"
             )
     weights = {name.removeprefix(_ENCODER): t for name, t in entries.items() if name.startswith(_ENCODER)}
     with explained(f"the weights in {path} do not fit {architecture}"):
@@ -114,18 +111,14 @@ def encoder_of_run(
     return EncoderOfRun(trained, recipe, owner, number)
 
 
-def _owner(recipe: Recipe, path: Path, client: int | None, shared: bool) -> str:
+def _owner(recipe: Recipe, path: Path, client: int | None) -> str:
     clients = recipe.partition.clients
     if client is not None:
-        if shared:
-            raise UserError("--client and --global were both given: choose one")
         if not 0 <= client < clients:
             raise UserError(f"--client: expected 0 to {clients - 1}, got {client}")
         return str(client)
     if not recipe.local_update.personal:
         return GLOBAL
-    if shared:
-        raise UserError(f"{path} has no global model, as each client keeps its own: name one with --client NUMBER")
     if clients > 1:
         raise UserError(
             f"{path} has no global model, as each client keeps its own: choose one with --client NUMBER "

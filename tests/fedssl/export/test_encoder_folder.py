@@ -130,7 +130,6 @@ def test_a_clients_own_model(tmp_path):
     assert not torch.allclose(expected, features_of_run(run, federation, pixels, client=0))
     for options, says in (
         ({}, r"no global model.*--client NUMBER \(0 to 1\)"),
-        ({"shared": True}, "no global model"),
         ({"client": 2}, "expected 0 to 1, got 2"),
     ):
         with pytest.raises(UserError, match=says):
