@@ -446,10 +446,6 @@ def embed(
         Path,
         Option(help="File to write: .npz with the arrays `features` and `files`, or .csv with file, feature_0, ..."),
     ] = Path("features.npz"),
-    batch_size: Annotated[int, Option(min=1, help="Images that are read and embedded at a time.")] = 256,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], Option(help="Where to compute; auto is CUDA where there is a device.")
-    ] = "auto",
     patches: Annotated[
         bool, Option("--patches", help="Write the features of each patch before they are pooled: n x H' x W' x d.")
     ] = False,
@@ -478,8 +474,6 @@ def embed(
             folder,
             images,
             output,
-            batch_size=batch_size,
-            device=device,
             patches=patches,
             window=None if window is None else parse_window(window),
             skip_broken=skip_broken,

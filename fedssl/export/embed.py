@@ -28,6 +28,7 @@ from .trained_encoder import TrainedEncoder
 
 #: the arrays of images that an .npz file may have, in the order in which they are read
 _ARRAYS = ("x", "x_train", "x_val", "x_test", "train_images", "val_images", "test_images")
+_AT_A_TIME = 256  # images that are read and embedded; the features do not depend on it beyond rounding
 #: the images' names, the images as uint8 [n, C, H, W], and the files that cannot be read, each with the reason
 ImageBatch = tuple[list[str], Tensor, list[str]]
 
@@ -37,8 +38,6 @@ def embed_images(
     images: Path | Sequence[Path],
     output: Path,
     *,
-    batch_size: int = 256,
-    device: str = "auto",
     patches: bool = False,
     window: Window | None = None,
     skip_broken: bool = False,
@@ -56,8 +55,6 @@ def embed_images(
             encoders need images of their number of channels.
         output: the file to write: `.npz` with the arrays `features` and `files`, or `.csv` with the columns `file`,
             `feature_0`, ...
-        batch_size: images that are read and embedded at a time; the features do not depend on it beyond rounding.
-        device: `cpu`, `cuda`, or `auto` for CUDA if there is a device.
         patches: write the features before they are pooled, float32 [n, H', W', d] (`PatchFeatures`).
         window: how pixels of more than 8 bits become 8 bits (default: as in the encoder's run).
         skip_broken: leave out files that cannot be read, instead of refusing all.
@@ -90,8 +87,8 @@ def embed_images(
         claim = f"the last features of {encoder.architecture} are in no known form of a grid"
         with explained(claim, "; leave --patches out"), torch.no_grad():
             network(torch.zeros(1, *encoder.image_shape))
-    network.to(device_named(device))
-    each = [_batches(source, encoder, window or encoder.window, batch_size, follow_links) for source in sources]
+    network.to(device_named("auto"))
+    each = [_batches(source, encoder, window or encoder.window, follow_links) for source in sources]
     total = sum(count for count, _ in each)
     prefixes = [f"{printable(source)}/" if len(sources) > 1 else "" for source in sources]
     names: list[str] = []
@@ -133,7 +130,7 @@ def _file_content(suffix: str, names: list[str], features: np.ndarray) -> bytes:
 
 
 def _batches(
-    source: Path, encoder: TrainedEncoder, window: Window | None, batch_size: int, follow_links: bool
+    source: Path, encoder: TrainedEncoder, window: Window | None, follow_links: bool
 ) -> tuple[int, Iterator[ImageBatch]]:
     """Return the number of images or files in a folder or an .npz file, and the images in batches, in their order."""
     kind = kind_of(source)
@@ -143,7 +140,7 @@ def _batches(
         channels = encoder.image_shape[0]
         with _as_options():
             arrays = images_in(source, _ARRAYS, window, None if channels in (1, 3) else channels)
-        return sum(map(len, arrays.values())), _from_arrays(arrays, encoder.image_shape, batch_size)
+        return sum(map(len, arrays.values())), _from_arrays(arrays, encoder.image_shape)
     files, others = list_files(source, follow_links)
     notify_of_left_out(others, source)
     files.sort()
@@ -151,11 +148,11 @@ def _batches(
         raise UserError(
             f"{printable(source)} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}{remedy(others)}"
         )
-    return len(files), _from_files(source, files, encoder, window, batch_size)
+    return len(files), _from_files(source, files, encoder, window)
 
 
 def _from_files(
-    folder: Path, files: Sequence[Path], encoder: TrainedEncoder, window: Window | None, batch_size: int
+    folder: Path, files: Sequence[Path], encoder: TrainedEncoder, window: Window | None
 ) -> Iterator[ImageBatch]:
     shape, asked_for = encoder.image_shape, encoder.channels
     channels, height, width = shape
@@ -163,9 +160,9 @@ def _from_files(
         asked_for = channels
     with _as_options():
         window = window or range_of_float_files(files, asked_for)
-    for start in range(0, len(files), batch_size):
+    for start in range(0, len(files), _AT_A_TIME):
         names, images, unreadable = [], [], []
-        for file in files[start : start + batch_size]:
+        for file in files[start : start + _AT_A_TIME]:
             try:
                 if window is None and image_kind(file, asked_for).deep:
                     raise UserError(
@@ -189,11 +186,11 @@ def _as_options() -> Iterator[None]:
         raise UserError(str(error).replace("data.window=", "--window ").replace("data.window", "--window")) from error
 
 
-def _from_arrays(arrays: dict[str, Tensor], shape: tuple[int, int, int], batch_size: int) -> Iterator[ImageBatch]:
+def _from_arrays(arrays: dict[str, Tensor], shape: tuple[int, int, int]) -> Iterator[ImageBatch]:
     channels, height, width = shape
     for name, array in arrays.items():
-        for start in range(0, len(array), batch_size):
-            images = in_channels(array[start : start + batch_size], channels)
+        for start in range(0, len(array), _AT_A_TIME):
+            images = in_channels(array[start : start + _AT_A_TIME], channels)
             if images.shape[2:] != (height, width):
                 images = resize(images, height, width)
             yield [f"{name}/{start + row}" for row in range(len(images))], images, []

@@ -30,10 +30,11 @@ def exported(tmp_path_factory):
 
 
 @pytest.fixture
-def embedded(exported, tmp_path):
-    """Embeds images; gives the features, the files' names, and what was left out."""
+def embedded(exported, tmp_path, monkeypatch):
+    """Embeds images, so many at a time; gives the features, the files' names, and what was left out."""
 
-    def embed(images, **options):
+    def embed(images, at_a_time=256, **options):
+        monkeypatch.setattr("fedssl.export.embed._AT_A_TIME", at_a_time)
         left_out = embed_images(exported[0], images, tmp_path / "out.npz", **options)
         with np.load(tmp_path / "out.npz") as arrays:
             return torch.from_numpy(arrays["features"]), arrays["files"].tolist(), left_out
@@ -50,7 +51,7 @@ def test_a_nested_folder_gives_the_runs_features_by_file(exported, embedded, tmp
     (tmp_path / "images" / "notes.txt").write_text("no image")
     expected = features_of_run(run, federation, pixels)
     for size in (2, 256):
-        features, files, left_out = embedded(tmp_path / "images", batch_size=size)
+        features, files, left_out = embedded(tmp_path / "images", at_a_time=size)
         assert (files, left_out) == (sorted(names), "")
         order = [names.index(name) for name in files]
         torch.testing.assert_close(features, expected[order], rtol=0, atol=1e-5)
@@ -60,7 +61,7 @@ def test_every_array_of_an_npz_file_is_embedded(exported, embedded, tmp_path):
     _, run, federation = exported
     train, test = federation.dataset.train_images[:3], federation.dataset.test_images
     np.savez(tmp_path / "images.npz", x_test=test[:, 0].numpy(), x_train=train[:, 0].numpy(), y_train=[0] * 3)
-    features, files, _ = embedded(tmp_path / "images.npz", batch_size=2)
+    features, files, _ = embedded(tmp_path / "images.npz", at_a_time=2)
     assert files[:4] == ["x_train/0", "x_train/1", "x_train/2", "x_test/0"]
     expected = features_of_run(run, federation, torch.cat([train, test]))
     torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
@@ -192,9 +193,9 @@ def test_broken_files_are_all_named_and_refused_or_left_out(embedded, tmp_path):
     (folder / "empty.jpg").write_bytes(b"")
     says = r"2 of 4 files cannot be read: \S*2\.png \(.*\), \S*empty\.jpg \([^)]*\); repair .*--skip-broken"
     with pytest.raises(UserError, match=says):
-        embedded(folder, batch_size=1)
+        embedded(folder, at_a_time=1)
     assert not (tmp_path / "out.npz").exists()
-    features, files, left_out = embedded(folder, batch_size=2, skip_broken=True)
+    features, files, left_out = embedded(folder, at_a_time=2, skip_broken=True)
     assert "2.png" in left_out
     assert "empty.jpg" in left_out
     assert files == ["1.png", "3.png"]
