@@ -15,14 +15,15 @@ _JPEG_XL_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  #
 class Codestream:
     """The size in pixels, the samples a pixel and the bits a sample of compressed data.
 
-    `transformed` says whether JPEG 2000 stores its colours transformed: decoding then gives red, green and blue.
+    `colours` is what decoding gives where the data say so, whatever a header says: RGB where JPEG 2000 stores its
+    colours transformed, YBR_FULL where JPEG has Adobe's marker of it, or fewer pixels of a sample than of another.
     """
 
     width: int
     height: int
     samples: int
     bits: int
-    transformed: bool = False
+    colours: str | None = None
 
 
 def read_codestream(data: bytes) -> Codestream | None:
@@ -31,19 +32,24 @@ def read_codestream(data: bytes) -> Codestream | None:
     if start >= 0 and len(data) > start + 42:  # ISO 15444-1, A.5.1 and A.6.1
         right, lower, left, upper = (_number(data, start + place, 4) for place in (8, 12, 16, 20))
         style = data.find(_CODING_STYLE, start + 4 + _number(data, start + 4, 2))
-        transformed = style >= 0 and data[style + 8 : style + 9] == b"\1"
+        colours = "RGB" if style >= 0 and data[style + 8 : style + 9] == b"\1" else None
         return Codestream(
-            right - left, lower - upper, _number(data, start + 40, 2), (data[start + 42] & 127) + 1, transformed
+            right - left, lower - upper, _number(data, start + 40, 2), (data[start + 42] & 127) + 1, colours
         )
     box = data.find(_JPEG_XL_BOX, 0, 2**10)
     if data[:2] == b"\xff\x0a" or box >= 0:
         return _of_jpeg_xl(data[max(0, box + 4 if box >= 0 else 0) + 2 :][:16])
     place = 2 if data[:2] == b"\xff\xd8" else len(data)
+    transformed = False
     while place + 9 < len(data) and data[place] == 0xFF:  # ISO 10918-1, B.2.2
         marker = data[place + 1]
+        transformed |= data[place + 4 : place + 9] == b"Adobe" and data[place + 15 : place + 16] == b"\1"
         if marker == _JPEG_LS_FRAME or (0xC0 <= marker <= 0xCF and marker not in _NO_FRAME):
+            samples = data[place + 9]
+            transformed |= len({*data[place + 11 : place + 18 : 3]}) > 1
+            colours = "YBR_FULL" if transformed and samples == 3 else None
             return Codestream(
-                _number(data, place + 7, 2), _number(data, place + 5, 2), data[place + 9], data[place + 4]
+                _number(data, place + 7, 2), _number(data, place + 5, 2), samples, data[place + 4], colours
             )
         place += 2 + _number(data, place + 2, 2) if marker != 0xFF else 1
     return None

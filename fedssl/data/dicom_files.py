@@ -244,8 +244,8 @@ def _of_codestream(stored: Any) -> dict[str, Any]:
             f"SamplesPerPixel, BitsAllocated), its compressed data {size[0]} x {size[1]} with {found.samples} x "
             f"{found.bits}; export it again"
         )
-    if found.transformed:
-        options["photometric_interpretation"] = "RGB"
+    if found.colours:
+        options["photometric_interpretation"] = found.colours
     if not stored.get("PixelRepresentation"):
         options["bits_stored"] = max(
             int(stored.get("BitsStored") or 0), found.bits

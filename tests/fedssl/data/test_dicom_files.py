@@ -249,11 +249,23 @@ def write_compressed(path: Path, pixels: np.ndarray, number: int, content: bytes
 YBR = {"PhotometricInterpretation": "YBR_FULL"}
 
 
+def bare_jpeg(subsampling: str, adobe: bool = False) -> bytes:
+    """A JPEG of luma and chroma without JFIF's marker, as GDCM writes it; with `adobe` that marker tells of them."""
+    content = imagecodecs.jpeg8_encode(COLOUR, level=98, subsampling=subsampling)
+    assert content[2:4] == b"\xff\xe0"
+    rest = content[4 + int.from_bytes(content[4:6], "big") :]
+    return content[:2] + (b"\xff\xee\0\x0eAdobe\0d\0\0\0\0\1" if adobe else b"") + rest
+
+
 @pytest.mark.parametrize("planar", [0, 1])
 @pytest.mark.parametrize(
     ("number", "content", "elements", "lost"),
     [
         (50, encoded(Image.fromarray(COLOUR), "JPEG", quality=98, subsampling=0), YBR, 3),
+        (50, bare_jpeg("420"), {}, 30),
+        (50, bare_jpeg("422"), {}, 30),
+        (50, bare_jpeg("444", adobe=True), {}, 3),
+        (51, bare_jpeg("420"), {}, 30),
         (57, jpeg_lossless(COLOUR), {}, 0),
         (70, jpeg_lossless(COLOUR), {}, 0),
         (80, imagecodecs.jpegls_encode(COLOUR), {}, 0),
@@ -268,7 +280,10 @@ YBR = {"PhotometricInterpretation": "YBR_FULL"}
 def test_compressed_colours_do_not_follow_a_header_that_contradicts_them(
     tmp_path, planar, number, content, elements, lost
 ):
-    """JPEG 2000 with transformed colours gives red, green and blue, and no compressed image has planes."""
+    """JPEG 2000 with transformed colours gives red, green and blue, and no compressed image has planes.
+
+    A JPEG with fewer pixels of chroma than of luma, or with Adobe's marker, is no RGB, though GDCM writes so.
+    """
     file = write_compressed(tmp_path / "a.dcm", COLOUR, number, content, PlanarConfiguration=planar, **elements)
     assert np.abs(read(file, None).astype(int) - COLOUR).max() <= lost
 
