@@ -190,11 +190,13 @@ def test_a_log_that_is_also_another_file_is_neither_cut_nor_added_to(name, link,
     assert (tmp_path / "precious").read_bytes() == content + b"2,1.5\n"
 
 
-def test_more_rounds_are_refused_before_a_file_changes_where_a_log_is_a_link(run, tmp_path):
-    (run / "timings.csv").rename(tmp_path / "precious")
-    (run / "timings.csv").symlink_to(tmp_path / "precious")
+@pytest.mark.parametrize("name", ["timings.csv", "tensorboard"])
+def test_more_rounds_are_refused_before_a_file_changes_where_a_link_is_added_to(name, run, tmp_path):
+    (run / "tensorboard").mkdir(exist_ok=True)
+    (run / name).rename(tmp_path / "precious")
+    (run / name).symlink_to(tmp_path / "precious")
     before = everything(run)
-    with pytest.raises(UserError, match=r"timings\.csv cannot be written: a link stands there"):
+    with pytest.raises(UserError, match=f"{name} cannot be written: a link stands there"):
         resume(run, overrides=["rounds=3"])
     assert everything(run) == before
 
