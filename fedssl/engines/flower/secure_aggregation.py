@@ -284,7 +284,8 @@ class _Protocol:
         for k, content in received.items():
             if collects and (record := config_of(content, _UNREADABLE)):
                 named: Any = record.get("nodes")
-                self._unreadable[k] = {self._client_of[n] for n in named if n in self._client_of}
+                nodes = named if isinstance(named, list) else []
+                self._unreadable[k] = {self._client_of[n] for n in nodes if n in self._client_of}
                 missing[k] = "it cannot read the key shares of others"
                 continue
             try:
@@ -325,7 +326,7 @@ def _require_valid(node: int, asked: dict[str, Any], answer: dict[str, Any]) -> 
             isinstance(nodes, list)
             and isinstance(data, list)
             and len(nodes) == len(data)
-            and sorted(map(str, nodes)) == sorted(map(str, expected))
+            and sorted(map(repr, nodes)) == sorted(map(repr, expected))
             and all(type(one) is bytes for one in data)
         )
 

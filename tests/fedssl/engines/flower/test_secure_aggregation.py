@@ -233,6 +233,11 @@ def says_it_cannot_read(content: RecordDict) -> None:
         content["unreadable"] = ConfigRecord({"nodes": [11, 13, 14, 15, 7]})
 
 
+def names_no_list(content: RecordDict) -> None:
+    if "tensors" in content:
+        content["unreadable"] = ConfigRecord({"nodes": 11})
+
+
 def garbled_own_shares(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
     """Client 1 gives the others shares of its keys that they can read, and that belong to no key."""
     mod = sys.modules["flwr.client.mod.secure_aggregation.secaggplus_mod"]
@@ -264,12 +269,15 @@ BAD_STAGES: dict[int, tuple[Prepare, str]] = {
     8: (configs_with(Key.NODE_ID_LIST, lambda nodes: nodes[1:]), "stage unmask of the secure aggregation is invalid"),
     9: (configs_with(Key.SHARE_LIST, lambda shares: list(map(flipped, shares))), "of client 0, 1, 2, 3, 4 do not"),
     10: (garbled_own_shares, "the shares of its keys that it gave to the others do not fit"),
+    11: (changed(names_no_list), "it cannot read the key shares of others"),
+    12: (configs_with(Key.DESTINATION_LIST, lambda nodes: list(map(str, nodes))), "stage share_keys of the secure"),
+    13: (configs_with(Key.NODE_ID_LIST, lambda nodes: list(map(str, nodes))), "stage unmask of the secure aggregation"),
 }
 
 
 def test_one_site_s_garbage_in_any_stage_is_its_own_fault(quick, trained, states, tmp_path):
     """A site that answers wrongly in the last stage is in the mean by the weights that it sent before."""
-    recipe = quick(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": 5}}, rounds=11)
+    recipe = quick(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": 5}}, rounds=1 + len(BAD_STAGES))
     directory, grid = start(recipe, tmp_path / "secure")
     faults = FaultsByRound(grid, {number: prepare for number, (prepare, _) in BAD_STAGES.items()})
     warnings = run_on(recipe, directory, grid, faults)
@@ -277,7 +285,7 @@ def test_one_site_s_garbage_in_any_stage_is_its_own_fault(quick, trained, states
     for warning, (number, (_, reason)) in zip(warnings, BAD_STAGES.items(), strict=True):
         assert warning.startswith(f"round {number}: client 1 is left out: ")
         assert reason in warning
-        counted = {k: reply for k, reply in trained[number].items() if k != 1 or number in (7, 8, 9)}
+        counted = {k: reply for k, reply in trained[number].items() if k != 1 or number in (7, 8, 9, 13)}
         assert_mean(states[number], counted, atol=2 * quantisation_error(recipe))
 
 
