@@ -7,6 +7,7 @@ its function and its entry, both in this file.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -307,8 +308,17 @@ def is_measure(metric: str) -> bool:
 
 
 def is_reserved(metric: str) -> bool:
-    """Check whether something else than training writes this metric, so that clients must not send one of its name."""
-    return is_measure(metric) or (metric in METRICS and METRICS[metric].written_by != "training")
+    """Check whether something else than training writes this metric, so that clients must not send one of its name.
+
+    Nor one that a reader could take for it: in other letters, with other signs between the words, or by its title.
+    """
+    name = _words(metric)
+    others = (entry for entry in METRICS.values() if entry.written_by != "training")
+    return OF_ARCHITECTURE in metric or is_measure(name) or any(name in map(_words, (e.name, e.title)) for e in others)
+
+
+def _words(name: str) -> str:
+    return "_".join(re.findall(r"[a-z0-9.]+", name.lower()))
 
 
 def is_accuracy(metric: str) -> bool:

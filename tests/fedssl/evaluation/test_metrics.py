@@ -189,6 +189,9 @@ def test_clients_must_not_send_what_anything_but_training_writes():
     assert {"knn", "bytes_up", "epsilon", "local_model_distance"} <= reserved
     assert not {"loss", "flops"} & reserved
     assert all(map(is_reserved, ("semi_supervised_0.3", "downstream_mine_knn", "classifier")))
+    assert all(map(is_reserved, ("knn@resnet18", "linear@worst", "loss@worst")))  # tables make these
+    assert all(map(is_reserved, ("KNN", "knn ", "knn\x7f", "kNN accuracy", "effective rank", "bytes-up")))
+    assert not any(map(is_reserved, ("public_effective_rank", "uniformity_gap", "total_loss")))
 
 
 def test_images_without_labels_have_other_measures():
