@@ -151,7 +151,8 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
         weights, architecture = _read(source), _architecture_of(source)
         if architecture is None:
             raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export or timm:NAME")
-        trained_on = [] if source.startswith(_TIMM) else (_config_of(source) or {}).get("image_shape")
+        config = None if source.startswith(_TIMM) else _config_of(source)
+        trained_on = config and config["image_shape"]
         if trained_on and trained_on[1:] != sides:
             raise UserError(
                 f"{source} is an encoder of images [channels, height, width] {trained_on}, got {[*image_shape]}: set "
@@ -159,7 +160,8 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
-            encoder = build_encoder(architecture, channels, sides[1], sides[0], _stem_of(source))
+            stem = stored_stem(config) if config else "large"  # the one that timm's weights are of
+            encoder = build_encoder(architecture, channels, sides[1], sides[0], stem)
         load_weights(encoder, weights, architecture, source)
     except UserError as error:
         raise UserError(f"{option}: {str(error).removeprefix('model.weights: ')}") from error
@@ -223,10 +225,12 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
         given = {name: tensor for name, tensor in given.items() if name not in stem} | own_stem
         shapes = ", ".join(f"{name} {list(weights[name].shape)}" for name in stem if weights[name].dim() == 4)
         notes.append(f"the 3x3 stem for small images starts at random, as the weights have another stem ({shapes})")
-    layers = {name.partition(".")[0] for name in own}
+    layers = dict.fromkeys(name.partition(".")[0] for name in own)
     heads = [name for name in given if name.partition(".")[0] not in layers]
     if _misfits(own, fitting := {name: tensor for name, tensor in given.items() if name not in heads}):
         problems = "; ".join(_misfits(own, given))
+        if not own.keys() & given.keys() and any(re.match(r"(.*\.)?0\.\w+$", name) for name in given):
+            problems += f". Its layers are numbered, as nn.Sequential does: name them {', '.join(layers)} again"
         raise UserError(f"model.weights: {source} does not fit {architecture}: {problems}")
     encoder.load_state_dict(fitting)
     if heads:
@@ -288,13 +292,6 @@ def _architecture_of(source: str) -> str | None:
         return source.removeprefix(_TIMM).split(".")[0]
     config = _config_of(source)
     return None if config is None else str(config["architecture"])
-
-
-def _stem_of(source: str) -> Stem:
-    if source.startswith(_TIMM):
-        return "large"  # the one that its weights are of
-    config = _config_of(source)
-    return "auto" if config is None else stored_stem(config)
 
 
 def _config_of(source: str) -> dict[str, Any] | None:

@@ -143,6 +143,20 @@ def others_form(name, state):
     }[name]
 
 
+def test_numbered_layers_as_lightly_has_them_are_told_with_their_names(tmp_path):
+    """nn.Sequential(*network.children()) numbers them; docs/own_images.md shows how they get their names back."""
+    network, encoder = timm.create_model("resnet18"), build_encoder("resnet18", 3, 96)
+    numbered = torch.nn.Sequential(*list(network.children())[:-1]).state_dict()
+    state = {f"backbone.{name}": tensor for name, tensor in numbered.items()}
+    with pytest.raises(UserError, match=r"layers are numbered, .*: name them conv1, bn1, layer1, .*, layer4 again$"):
+        load_weights(encoder, state, "resnet18", "a.ckpt")
+    names = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
+    parts = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
+    named = {names[n.partition(".")[0]] + n[1:]: tensor for n, tensor in parts.items()}
+    load_weights(encoder, named, "resnet18", "a.pt")
+    assert same(encoder.state_dict(), {n: t for n, t in network.state_dict().items() if not n.startswith("fc.")})
+
+
 @pytest.mark.parametrize("name", ["solo-learn", "Lightning", "MAE", "nested"])
 def test_the_prefix_under_which_all_of_the_encoders_names_lie_is_found_and_said(name, tmp_path, capsys):
     state, encoder = drawn("small_convnet").state_dict(), build_encoder("small_convnet", 1, 8)
