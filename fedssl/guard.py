@@ -162,14 +162,6 @@ def _shared_sizes(replies: dict[int, Message], expected: dict[int, dict[str, Sha
     return {name: sizes.most_common(1)[0][0] for name, sizes in seen.items()}
 
 
-def _extremes(tensor: Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest entry, both NaN if any is; zeros for an empty or complex tensor."""
-    if tensor.numel() == 0 or tensor.is_complex():
-        return 0.0, 0.0
-    low, high = tensor.detach().aminmax()
-    return float(low), float(high)
-
-
 def _fault_of_shapes(reply: Message, expected: dict[str, Shape], sizes: Mapping[str, int | range | None]) -> str | None:
     for name, shape in expected.items():
         if name not in reply.tensors:
@@ -195,13 +187,14 @@ def _fault_of_tensors(server: Message, k: int, reply: Message, asked: Asked, lar
     for name, tensor in reply.tensors.items():
         if asked.complete and name not in asked.expected[k]:
             return f"{name} was not asked for"
-        known, (low, high) = server.tensors.get(name), _extremes(tensor)
+        known = server.tensors.get(name)
         wanted = torch.float32 if known is None else known.dtype
         if tensor.dtype != wanted and (known is not None or name in asked.expected[k]):
             return f"{name} has dtype {tensor.dtype}, expected {wanted}"
         if tensor.is_complex():
             return f"{name} has dtype {tensor.dtype}, expected real numbers"
-        if math.isnan(low) or math.isnan(high):
+        low, high = map(float, tensor.detach().aminmax()) if tensor.numel() else (0.0, 0.0)
+        if math.isnan(low):  # and so is `high`
             return f"{name} holds NaN"
         if math.isinf(low) or math.isinf(high):
             return f"{name} holds an infinite value"
@@ -228,10 +221,8 @@ def _fault_of_numbers(reply: Message, images: int | None) -> str | None:
     # A metric may be as large as the operations of a round, and the mean over the clients must be a number.
     for kind, values, most in (("number", reply.numbers, 1e12), ("metric", reply.metrics, 1e30)):
         for name, value in values.items():
-            if not name.isascii():  # it could look like another name
-                return f"the name of a {kind} is {name[:_LONGEST_NAME]!a}, expected ASCII characters alone"
-            if len(name) > _LONGEST_NAME:
-                return f"the name of a {kind} has {len(name)} characters, more than {_LONGEST_NAME}"
+            if not name.isascii() or len(name) > _LONGEST_NAME:  # other characters may look like these
+                return f"the name of a {kind} is {name[:50]!a}, expected at most {_LONGEST_NAME} ASCII characters"
             if not abs(value) <= most:  # NaN compares false
                 return f"the {kind} {name} is {value}"
     return None

@@ -129,8 +129,7 @@ def _kind(stored: Any) -> ImageKind:
 
 
 def _type_range(stored: Any, bits: int, signed: bool) -> tuple[float, float]:
-    table = stored.get("ModalityLUTSequence")
-    if table:
+    if table := stored.get("ModalityLUTSequence"):
         return 0.0, 2.0 ** int(table[0].LUTDescriptor[2]) - 1
     slope, intercept = _rescale(stored)
     smallest, largest = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
@@ -247,18 +246,15 @@ def _of_codestream(stored: Any) -> dict[str, Any]:
     if found.colours:
         options["photometric_interpretation"] = found.colours
     if not stored.get("PixelRepresentation"):
-        options["bits_stored"] = max(
-            int(stored.get("BitsStored") or 0), found.bits
-        )  # or else the bits above the header's would be dropped
+        # or else the bits above the header's would be dropped
+        options["bits_stored"] = max(int(stored.get("BitsStored") or 0), found.bits)
     return options
 
 
 def _with_unit(stored: Any, pixels: NDArray[Any]) -> NDArray[np.float64]:
-    table = stored.get("ModalityLUTSequence")
-    if table:
-        return _looked_up(pixels, table[0].LUTDescriptor, table[0].LUTData, stored, _is_signed(stored)).astype(
-            np.float64
-        )
+    if table := stored.get("ModalityLUTSequence"):
+        values = _looked_up(pixels, table[0].LUTDescriptor, table[0].LUTData, stored, _is_signed(stored))
+        return values.astype(np.float64)
     slope, intercept = _rescale(stored)
     return pixels.astype(np.float64) * slope + intercept
 
@@ -328,9 +324,8 @@ def _colours(stored: Any, pixels: NDArray[Any], interpretation: str) -> NDArray[
             descriptor, data = (stored.get(f"{colour}PaletteColorLookupTable{part}") for part in ("Descriptor", "Data"))
             if descriptor is None or data is None:
                 raise BrokenImageError("colours by a palette that is missing or in segments, which is not read")
-            channels.append(
-                _looked_up(pixels, descriptor, data, stored, _is_signed(stored)) >> (int(descriptor[2]) - 8)
-            )
+            entries = _looked_up(pixels, descriptor, data, stored, _is_signed(stored))
+            channels.append(entries >> (int(descriptor[2]) - 8))
         return np.stack(channels, 2).astype(np.uint8)
     if interpretation != "RGB":  # what pydicom converts to RGB is called so by now
         raise BrokenImageError(f"colours as {printable(interpretation)}, which are not read")

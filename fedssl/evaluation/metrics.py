@@ -308,10 +308,7 @@ def is_measure(metric: str) -> bool:
 
 
 def is_reserved(metric: str) -> bool:
-    """Check whether something else than training writes this metric, so that clients must not send one of its name.
-
-    Nor one that a reader could take for it: in other letters, with other signs between the words, or by its title.
-    """
+    """Check whether this metric, or one of which a reader thinks so, is not of training: clients must not send it."""
     name = _words(metric)
     others = (entry for entry in METRICS.values() if entry.written_by != "training")
     return OF_ARCHITECTURE in metric or is_measure(name) or any(name in map(_words, (e.name, e.title)) for e in others)
