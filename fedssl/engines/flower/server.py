@@ -72,6 +72,7 @@ class FlowerClients:
         self._options = federation.recipe.flower
         self._accountant = PrivacyAccountant.of_run(directory, self._options)
         self._evaluations: dict[int, SiteEvaluation] = {}  # in the round's answers
+        self._late: dict[int, str] = {}  # who gave none in time, and what is told of it
 
     def answers(self, number: int, sent: dict[int, Message]) -> tuple[dict[int, Message], dict[int, str]]:
         self._connected.wait_for(set(sent))
@@ -145,7 +146,8 @@ class FlowerClients:
         evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation.spectrum is not None}
         self._evaluations = {}
         everyone = range(len(self._federation.client_rows))
-        unknown = [k for k in everyone if k not in evaluations and k in self._connected.nodes]
+        late = {} if self._options.grace is None else self._late  # to wait for them again could take round_seconds
+        unknown = [k for k in everyone if k not in evaluations and k not in late and k in self._connected.nodes]
         contents = {k: RecordDict({"task": self._task(k, number, evaluate=True)}) for k in unknown}
 
         def read(records: RecordDict) -> SiteEvaluation:
@@ -154,7 +156,8 @@ class FlowerClients:
         received, missing = self._exchange("evaluate", contents, number, read, LARGEST_WITHOUT_WEIGHTS)
         evaluations |= received
         for k in everyone:
-            fault = evaluation_fault(evaluations[k]) if k in evaluations else missing.get(k, self._connected.absence(k))
+            absence = (missing | late).get(k) or self._connected.absence(k)
+            fault = evaluation_fault(evaluations[k]) if k in evaluations else absence
             if fault:
                 self._progress.warn(f"round {number}: client {k} is not evaluated: {fault}")
                 continue
@@ -203,8 +206,8 @@ class FlowerClients:
                 continue
             times[k] = answer.after
             self._progress.client_began(number, k, len(received), len(contents))
-        waited = min(seconds, patience())
-        missing |= {client_of[node]: f"no answer within {waited:g} s" for node in waiting.values()}
+        self._late = {client_of[n]: f"no answer within {min(seconds, patience()):g} s" for n in waiting.values()}
+        missing |= self._late
         usual = median(times.values()) if len(times) >= _ENOUGH else math.inf
         for k in [k for k, after in times.items() if after > max(60.0, _SLOW * usual)]:
             told = f"its answer took {times[k]:.0f} s, where the median client's took {usual:.0f} s"

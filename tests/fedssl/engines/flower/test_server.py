@@ -341,6 +341,17 @@ def test_a_client_that_is_far_slower_than_the_others_is_named_and_not_waited_for
     assert metric(tmp_path / "b", "missing", 1) == ({} if grace is None else {"1": 1.0})
 
 
+def test_a_client_that_was_not_waited_for_is_not_asked_alone_for_its_evaluation(quick, tmp_path, monkeypatch):
+    """Nobody's time would say how long to wait for it: it could take all of flower.round_seconds."""
+    recipe = quick(**SMALL, rounds=1)
+    recipe = recipe.model_copy(update={"flower": recipe.flower.model_copy(update={"grace": 3.0})})
+    directory, grid = start(recipe, tmp_path / "b")
+    monkeypatch.setattr(grid, "silent", {12})
+    warnings = run_on(recipe, directory, grid)
+    assert "round 1: client 1 is left out: no answer within 60 s" in warnings
+    assert warnings[-1] == "round 1: client 1 is not evaluated: no answer within 60 s"
+
+
 def test_an_evaluation_of_another_client_or_of_too_many_measures_does_not_count(quick, tmp_path):
     """Without weights that travel every client's own model is measured: before the first round, and in its answer."""
     recipe = quick(**SMALL, rounds=1)
