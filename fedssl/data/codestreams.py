@@ -45,11 +45,10 @@ def read_codestream(data: bytes) -> Codestream | None:
         marker = data[place + 1]
         transformed |= data[place + 4 : place + 9] == b"Adobe" and data[place + 15 : place + 16] == b"\1"
         if marker == _JPEG_LS_FRAME or (0xC0 <= marker <= 0xCF and marker not in _NO_FRAME):
-            samples = data[place + 9]
             transformed |= len({*data[place + 11 : place + 18 : 3]}) > 1
-            colours = "YBR_FULL" if transformed and samples == 3 else None
+            colours = "YBR_FULL" if transformed and data[place + 9] == 3 else None
             return Codestream(
-                _number(data, place + 7, 2), _number(data, place + 5, 2), samples, data[place + 4], colours
+                _number(data, place + 7, 2), _number(data, place + 5, 2), data[place + 9], data[place + 4], colours
             )
         place += 2 + _number(data, place + 2, 2) if marker != 0xFF else 1
     return None

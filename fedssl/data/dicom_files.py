@@ -246,8 +246,7 @@ def _of_codestream(stored: Any) -> dict[str, Any]:
     if found.colours:
         options["photometric_interpretation"] = found.colours
     if not stored.get("PixelRepresentation"):
-        # or else the bits above the header's would be dropped
-        options["bits_stored"] = max(int(stored.get("BitsStored") or 0), found.bits)
+        options["bits_stored"] = max(int(stored.get("BitsStored") or 0), found.bits)  # or else the others are dropped
     return options
 
 

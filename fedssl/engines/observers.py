@@ -17,7 +17,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from ..errors import UserError
 from ..parts import load_file, only_class
 from ..recipe.recipe import Recipe
-from ..run_folder.directory import EVENTS, MetricRow
+from ..run_folder.directory import MetricRow
 from ..run_folder.storage import make_folder, writing
 from ..untrusted import expand_home
 
@@ -99,7 +99,7 @@ class TensorBoard(Observer):
     """Writes the metrics as TensorBoard events; those of rounds that a resumed run repeats are marked as superseded."""
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
-        self._path = path / EVENTS
+        self._path = path / "tensorboard"
         make_folder(self._path, within_run=True)
         name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
         with writing(self._path):

@@ -58,7 +58,6 @@ METRICS_HEADER = ("round", "client", "metric", "value")
 IMAGE_SHAPE = "image_shape.json"
 SITES_RUN = "sites_run.txt"  # if the sites keep the clients' states
 EXPORTED = "exported.txt"
-EVENTS = "tensorboard"
 LOGS = ("metrics.csv", "timings.csv", "refused.csv")
 HISTORY, HISTORY_HEADER = "history.csv", ("round", "when", "version", "option", "before", "after")
 #: bytes of a round's states, of which one round is kept by default and not three
@@ -311,7 +310,7 @@ class RunDirectory:
         decides: a kill before it leaves the old files, and after it `finish_replacing` takes the new.
         """
         checkpoint = self.checkpoint if go_back_to is None else self._checkpoint_of(go_back_to)
-        make_folder(self.path / EVENTS, within_run=True)
+        make_folder(self.path / "tensorboard", within_run=True)
         for name in checkpoint.lengths:  # it will be added to these: a link is refused before anything changes
             with written_in_place(self.path / name):
                 pass
