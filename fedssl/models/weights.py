@@ -152,7 +152,7 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
         if architecture is None:
             raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export or timm:NAME")
         config = None if source.startswith(_TIMM) else _config_of(source)
-        trained_on = config and config["image_shape"]
+        trained_on = config["image_shape"] if config else None
         if trained_on and trained_on[1:] != sides:
             raise UserError(
                 f"{source} is an encoder of images [channels, height, width] {trained_on}, got {[*image_shape]}: set "
@@ -160,7 +160,7 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
-            stem = stored_stem(config) if config else "large"  # the one that timm's weights are of
+            stem: Stem = stored_stem(config) if config else "large"  # the one that timm's weights are of
             encoder = build_encoder(architecture, channels, sides[1], sides[0], stem)
         load_weights(encoder, weights, architecture, source)
     except UserError as error:
