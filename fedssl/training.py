@@ -381,7 +381,8 @@ def _require_spread(step: Step, local: LocalRound, begins: bool) -> None:
         raise UserError(
             f"client {local.client.index} in round {local.number}: the representations collapse: the effective rank of "
             f"a batch fell from {highest:.1f} to {rank:.1f} while the loss is {step.loss.item():.4g}; lower "
-            "training.learning_rate, or take objective simclr (training.stop_at_collapse=false goes on)"
+            "training.learning_rate, or take objective simclr (training.stop_at_collapse=false goes on, as it should "
+            "where the client's images are nearly all of one kind)"
         )
 
 
