@@ -29,7 +29,7 @@ class DataSummary:
     """A data set's training images.
 
     Attributes:
-        images: how many there are; 0 where that is unknown.
+        images: how many there are after data.public_holdout and train_limit; 0 where that is unknown.
         channels: 1 where all are grey, 3 in colour, or another number.
         side: their shorter side in pixels; of image files, the side to which they are brought.
         labelled: whether they have labels.
@@ -66,7 +66,8 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
         if kind != ("folder" if source.image_files else "file"):
             return None
         known = _of_files(path, options) if source.image_files else _of_npz(path, options.channels)
-    images = min(known.images, options.train_limit or known.images)
+    images = max(0, known.images - options.public_holdout)
+    images = min(images, options.train_limit or images)
     return replace(known, images=images, side=options.image_size or known.side)
 
 

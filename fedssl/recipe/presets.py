@@ -308,7 +308,9 @@ def _adapt_batch(recipe: _Filled) -> list[str]:
     clients, batch, reasons = partition["clients"], training["batch_size"], []
     own = recipe.given.get("training") or {}
     if own.get("batch_size") is None and not recipe.preset.name.startswith(PAPER):
-        share = (images - (recipe.values["data"].get("public_holdout") or 0)) // clients
+        given = recipe.given.get("data") or {}  # what it holds out is not in the number of images
+        taken = 0 if given.get("public_holdout") else recipe.values["data"].get("public_holdout") or 0
+        share = (images - taken) // clients
         while batch > max(4, share // 2):
             batch //= 2
         if batch != training["batch_size"]:

@@ -165,7 +165,8 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
 
 def _counted_files(options: DataOptions) -> ExpectedData:
     assert options.path is not None
-    seen = summarise(options.model_dump(mode="json"))
+    everything = options.model_copy(update={"public_holdout": 0, "train_limit": None})
+    seen = summarise(everything.model_dump(mode="json"))
     assert seen is not None
     folder = expanded(options.path, "data.path")
     classes = set()

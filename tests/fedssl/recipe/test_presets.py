@@ -182,6 +182,15 @@ def test_image_files_are_brought_to_one_size_by_their_headers(tmp_path, sizes, m
     assert recipe.data.image_size == side
 
 
+def test_the_limit_holds_for_what_a_holdout_leaves(tmp_path):
+    of_data = [*images(tmp_path / "i.npz", 600, (28, 28)), "data.public_holdout=400", "data.train_limit=200"]
+    recipe = load_recipe("fedbyol", [*of_data, "partition.clients=2"])
+    assert recipe.training.batch_size == 32  # each client has 100 images, a preset's batch would be 64
+    assert load_recipe("fedbyol", [*of_data[:2], "partition.clients=2"]) == recipe.model_copy(
+        update={"data": recipe.data.model_copy(update={"train_limit": None})}
+    )
+
+
 def test_a_folder_is_one_client_unless_clients_are_asked_for(tmp_path):
     for i in range(60):
         picture(tmp_path / f"{i}.png", (48, 48))
