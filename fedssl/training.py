@@ -33,7 +33,6 @@ from .regularizers.base import Regularizer
 _OPTIMIZER = "optimizer/"
 #: by which float16's first loss of a round is multiplied; torch's own 2^16 is too large: first steps would be left out
 _FIRST_LOSS_SCALE = 2.0**10
-_COLLAPSED = 0.25  # of the highest effective rank of a batch that began a round
 _HIGHEST_RANK = "highest rank"  # in a client's memory
 #: share of a run over which `warmup_cosine` rises
 _WARMUP = 0.05
@@ -81,8 +80,8 @@ class TrainingOptions(Options):
     )
     stop_at_collapse: bool = Field(
         False,
-        description="whether a run ends when the effective rank of a client's batch has fallen below a quarter of the "
-        "highest that it had at the begin of a round",
+        description="whether a run ends when the effective rank of a batch has fallen below a quarter of the highest "
+        "that one had at the begin of a round, in at least half of the clients",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adam and adamw ignore it")
     weight_decay: float = Field(
@@ -215,7 +214,7 @@ def train_locally(
             if steps + 1 == last_step:
                 _log_gradient_norm(local, scaler)
             if options.stop_at_collapse and steps in (0, last_step - 1):
-                _require_spread(step, local, begins=steps == 0)
+                _log_rank_kept(step, local, begins=steps == 0)
             if options.learning_rate_schedule == "warmup_cosine":  # the middle of a step: no step has the rate 0
                 _set_rates(optimizer, options, local.number, rounds, (steps + 0.5) / steps_in_round)
             scaler.step(optimizer)
@@ -371,19 +370,14 @@ def _log_gradient_norm(local: LocalRound, scaler: torch.amp.GradScaler) -> None:
     local.log("gradient_norm", norm)
 
 
-def _require_spread(step: Step, local: LocalRound, begins: bool) -> None:
-    """Raise a UserError if a batch's representations have far fewer directions than those that began a round."""
+def _log_rank_kept(step: Step, local: LocalRound, begins: bool) -> None:
+    """Log a batch's effective rank at a round's end, as a share of the highest of those that began a round."""
     numbers, rank = local.client.memory.numbers, effective_rank(step.representations[0])
     highest = max(rank, numbers.get(_HIGHEST_RANK, 0.0))
     if begins:
         numbers[_HIGHEST_RANK] = highest
-    elif rank < _COLLAPSED * highest:
-        raise UserError(
-            f"client {local.client.index} in round {local.number}: the representations collapse: the effective rank of "
-            f"a batch fell from {highest:.1f} to {rank:.1f} while the loss is {step.loss.item():.4g}; lower "
-            "training.learning_rate, or take objective simclr (training.stop_at_collapse=false goes on, as it should "
-            "where the client's images are nearly all of one kind)"
-        )
+    else:
+        local.log("rank_kept", rank / highest)
 
 
 def _require_finite(losses: list[Tensor], steps: int, local: LocalRound, parts: dict[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from .observers import Observer, Observers, TensorBoard
 
 #: in the config of the server's state: the last round in which nobody answered, under secure aggregation
 _EMPTY = "empty round"
+_COLLAPSED = 0.25  # of the highest effective rank of a batch
 #: the server's next state, metric rows, and why there is no answer of some clients
 _Outcome = tuple[Message, list[MetricRow], dict[int, str]]
 
@@ -185,7 +187,24 @@ def _round(federation: Federation, server: Message, clients: Clients, number: in
     for name, value in server.metrics.items():
         metric, _, who = name.rpartition("/")
         rows.append((number, who, metric, value))
+    if recipe.training.stop_at_collapse:
+        _require_rank(
+            number, [m["rank_kept"] for m in (reply.metrics for reply in replies.values()) if "rank_kept" in m]
+        )
     return server, rows, missing
+
+
+def _require_rank(number: int, kept: list[float]) -> None:
+    """Raise a UserError if the batches of at least half of the clients have lost most of their effective rank.
+
+    A single client's may fall while it learns well, where nearly all of its images are of one kind.
+    """
+    if kept and (left := statistics.median_low(kept)) < _COLLAPSED:
+        raise UserError(
+            f"round {number}: the representations collapse: at its end a batch has {100 * left:.0f} % of the highest "
+            "effective rank before, or less, in at least half of the clients; lower training.learning_rate, or take "
+            "objective simclr (training.stop_at_collapse=false goes on)"
+        )
 
 
 def _exchange(

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fedssl.client import Client, LocalRound
 from fedssl.data.batches import epoch_batches, round_batches
+from fedssl.engines import rounds
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.federation import Federation, build_federation
@@ -293,21 +295,29 @@ def test_an_encoder_that_starts_from_weights_waits_for_its_heads_and_then_trains
 
 
 @pytest.mark.parametrize("local_epochs", [4, 12], ids=["over rounds", "within a round"])
-def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny):
+def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny, tmp_path):
     """SimSiam without its stop-gradient collapses; with it, the same steps go on."""
     objective = {"name": "simsiam", "output_features": 16, "bottleneck_features": 8, "stop_gradient": False}
     training = {"local_epochs": local_epochs, "batch_size": 16, "learning_rate": 2.0, "stop_at_collapse": True}
     changes = SETTINGS | {"objective": objective, "training": training, "partition": {"name": "iid", "clients": 1}}
     changes["rounds"] = 20
-    expected = r"client 0 in round \d+: the representations collapse: the effective rank of a batch fell from \d"
-    with pytest.raises(UserError, match=expected):
-        train_rounds(build_federation(tiny(**changes)), rounds=20)
-    train_rounds(build_federation(tiny(**changes | {"training": training | {"stop_at_collapse": False}})), rounds=4)
+    with pytest.raises(UserError, match=r"round \d+: the representations collapse: at its end a batch has \d+ % of"):
+        run(tiny(**changes), tmp_path / "collapses")
+    goes_on = {"training": training | {"stop_at_collapse": False}, "rounds": 4}
+    run(tiny(**changes | goes_on), tmp_path / "goes on")
     healthy = changes | {
         "objective": objective | {"stop_gradient": True},
         "training": training | {"learning_rate": 0.05},
     }
     train_rounds(build_federation(tiny(**healthy)), rounds=12)
+
+
+@pytest.mark.parametrize(
+    ("kept", "ends"), [([0.1, 0.9, 0.9], False), ([0.1, 0.2, 0.9], True), ([0.2, 0.9], True), ([], False)]
+)
+def test_a_single_client_whose_batches_lose_their_rank_does_not_end_a_run(kept, ends):
+    with pytest.raises(UserError, match=r"round 3: .* has 20 % of") if ends else nullcontext():
+        rounds._require_rank(3, kept)
 
 
 # What a round begins with and what it gives away: its target, its previous model, its answer
