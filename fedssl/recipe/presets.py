@@ -164,7 +164,7 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     for adapt in (
         *(() if paper else (_adapt_partition, _continue_gently, _choose_rounds)),
         *(_choose_image_size, _switch_off_colours, _take_public_images, _adapt_batch),
-        *(() if paper or name == "digits" else (_limit_evaluation, _mention_weights)),
+        *(() if paper or name in ("digits", "small_sgd") else (_limit_evaluation, _mention_weights)),
     ):
         with contextlib.suppress(*_OF_INVALID_VALUES):
             reasons += adapt(_Filled(values, given, preset, data))
