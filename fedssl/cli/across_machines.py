@@ -40,7 +40,7 @@ def folders(
     ] = None,
     output: Annotated[Path, Option(metavar="FOLDER", help="Folder to write to.")] = Path("consortium"),
     keys_at_sites: Annotated[
-        bool, Option("--keys-at-sites", help="Make no private keys here: each site and the server makes its own.")
+        bool, Option("--keys-at-sites", help="Make no private keys of the sites here: each site makes its own.")
     ] = False,
     example: Annotated[bool, Option("--example", help="Print an example of the file.")] = False,
 ) -> None:
@@ -68,19 +68,12 @@ def folders(
 
 @app.command()
 def answer(
-    consortium: Annotated[Path, Argument(metavar="FILE", help="The consortium's YAML file.")],
-    requests: Annotated[list[Path], Argument(metavar="PUBLIC-KEY...", help="Files .pub that members sent.")],
+    requests: Annotated[list[Path], Argument(metavar="PUBLIC-KEY...", help="Files .pub that sites sent.")],
     output: _Folder = Path("consortium"),
-    new_server_key: Annotated[
-        bool, Option("--new-server-key", help="Accept that the server has another key than before; ask by telephone.")
-    ] = False,
 ) -> None:
-    """Accept public keys that members made: register a site's, or issue the server's certificate."""
-    from ..deploy.consortium import load_consortium
-
-    loaded = load_consortium(consortium)
+    """Accept public keys that sites made."""
     for path in requests:
-        for line in _deploy_folders().answer_request(path, output, loaded, new_server_key):
+        for line in _deploy_folders().answer_request(path, output):
             print_text(line)
 
 

@@ -1,7 +1,7 @@
 """The folders of a consortium: one for the authority, one for the server, one for each site.
 
-Everything can be written again at any time: what is missing is added, and what is there stays. A site or the server
-may make its private key itself, by ssh-keygen: it then sends the public key, which the coordinator answers.
+Everything can be written again at any time: what is missing is added, and what is there stays. A site may make its
+private key itself, by ssh-keygen: it then sends the public key, which the coordinator answers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import yaml
-from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from ..engines.flower.site_keys import MANIFEST, SITES, key_fingerprint
@@ -31,7 +30,7 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     """Write the folders of a consortium into a folder, or add what is missing; return a line for each thing done.
 
     The consortium may have more sites or another address than before. With `keys_at_sites` the private keys of new
-    folders are left to the sites and the server (STEPS.md says how).
+    folders are left to the sites (STEPS.md says how).
 
     Raises:
         UserError: the sites' order has changed; the authority is missing, damaged or another consortium's; a file
@@ -54,7 +53,7 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
         _make_private_folder(path)
     authority = Authority(authority_folder, consortium.name)  # which refuses another consortium's before all else
     _fill(authority_folder / "README.md", "authority.md", consortium=consortium.name)
-    done = _prepare_server(consortium, server, authority, keys_at_sites)
+    done = _prepare_server(consortium, server, authority)
     for client in range(len(consortium.sites)):
         done += _prepare_site(consortium, client, folder, authority, keys_at_sites)
     _write_text(authority_folder / "sites.txt", "".join(f"{site}\n" for site in consortium.sites))
@@ -62,35 +61,20 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     return done
 
 
-def answer_request(request: Path, folder: Path, consortium: Consortium, new_server_key: bool = False) -> list[str]:
-    """Accept a public key that a site or the server has sent, whose comment is its name, in the coordinator's folder.
+def answer_request(request: Path, folder: Path) -> list[str]:
+    """Register a public key that a site has sent, whose comment is its name, in the coordinator's folder.
 
-    Register a site's key, or issue the server's certificate; return a line for each thing done, with the fingerprint.
-    With `new_server_key` the server may have another key than before.
+    Return a line for each thing done, with the fingerprint.
 
     Raises:
-        UserError: the request is damaged or not of this consortium; the member has another key, another site has this
+        UserError: the request is damaged or not of this consortium; the site has another key, another site has this
             one, or it was revoked.
     """
-    name, key = _read_request(request)
+    key = keys.read_public(request, own=False)
+    name = keys.read_file(request, "the request", own=False).decode(errors="replace").strip().rpartition(" ")[2]
+    if not isinstance(key.curve, keys.SITE_CURVE):
+        raise UserError(f"{request} must hold a key on the curve {keys.SITE_CURVE.name}: make it as STEPS.md says")
     server = folder / "server"
-    if name == "server":
-        if not (folder / "authority" / "ca.crt").exists():
-            advice = "bring the authority's folder back from where it is kept"
-            raise UserError(f"{folder / 'authority'} is missing: {advice}")
-        known = _server_public(server)
-        if known not in (None, key) and ((server / "server.key").exists() or not new_server_key):
-            moved = f"move {server / 'server.key'} away and " if (server / "server.key").exists() else ""
-            raise UserError(
-                f"the server has the key {key_fingerprint(known)}, but {request} holds {key_fingerprint(key)}, with "
-                "which its sender could pretend to be the server: ask the server's operator by telephone, and if the "
-                f"server has made a new key, {moved}call this again with --new-server-key"
-            )
-        _issue_certificate(server, Authority(folder / "authority", consortium.name), key, consortium)
-        return [
-            f"server: wrote {server / 'server.crt'} for the key {key_fingerprint(key)}; send it to the server, and "
-            "compare the fingerprint by telephone"
-        ]
     sites = _known_sites(folder)
     if name not in sites:
         raise UserError(
@@ -144,20 +128,16 @@ def revoke(name: str, folder: Path) -> list[str]:
     ]
 
 
-def _prepare_server(consortium: Consortium, folder: Path, authority: Authority, keys_at_sites: bool) -> list[str]:
+def _prepare_server(consortium: Consortium, folder: Path, authority: Authority) -> list[str]:
     done = []
-    is_new = not (folder / "start.sh").exists()
     _write_authority_certificate(folder / "ca.crt", authority)
-    if is_new and not keys_at_sites:
-        keys.server_key(folder / "server.key")
     public, last = _server_public(folder), authority.certificate.not_valid_after_utc
     if last - datetime.now(timezone.utc) < timedelta(days=RENEWAL_DAYS):
         advice = "provision the consortium anew in another folder before, and give every site the new ca.crt"
         done.append(f"authority: its certificate ends on {last:%Y-%m-%d}, and the server's with it: {advice}")
-    if public is None:
-        done.append("server: its key is made at the server (STEPS.md), then fedssl provision answer")
-    elif reason := certificates.needs_renewal(folder / "server.crt", consortium.server.address, last):
-        issued = _issue_certificate(folder, authority, public, consortium)
+    if reason := certificates.needs_renewal(folder / "server.crt", consortium.server.address, last):
+        issued = authority.issue(public, consortium.server.address, consortium.valid_days)
+        _write_text(folder / "server.crt", issued.public_bytes(Encoding.PEM).decode())
         done.append(
             f"server: wrote server.crt, valid until {issued.not_valid_after_utc:%Y-%m-%d} ({reason}); "
             "copy it to the server and restart the server"
@@ -165,18 +145,16 @@ def _prepare_server(consortium: Consortium, folder: Path, authority: Authority, 
     _write_text(folder / SERVER_FILE, yaml.safe_dump(consortium.server.model_dump(), sort_keys=False))
     unit = _write_unit(folder, consortium, "server", f"Server of {consortium.name} (fedssl)")
     about = {"consortium": consortium.name, "server": consortium.server, "clients": len(consortium.sites)}
-    _fill(folder / "STEPS.md", "server_steps.md", **about, unit=unit, has_key=public is not None)
+    _fill(folder / "STEPS.md", "server_steps.md", **about, unit=unit)
     _fill(folder / "start.sh", "server_start.sh", **about)
     _fill(folder / "nginx.conf", "nginx.conf", **about)
     return done
 
 
-def _server_public(folder: Path) -> PublicKey | None:
-    """Return the public key of the server as its folder here tells it; None if it has none yet."""
-    if (folder / "server.key").exists():
+def _server_public(folder: Path) -> PublicKey:
+    """Return the public key of the server as its folder here tells it; make its key if it has none yet."""
+    if (folder / "server.key").exists() or not (folder / "server.crt").exists():
         return keys.server_key(folder / "server.key").public_key()
-    if not (folder / "server.crt").exists():
-        return None
     certified = certificates.read_certificate(folder / "server.crt").public_key()  # the server has its key
     if not isinstance(certified, PublicKey):
         kind = type(certified).__name__
@@ -220,12 +198,6 @@ def _write_unit(folder: Path, consortium: Consortium, name: str, description: st
     return unit
 
 
-def _issue_certificate(server: Path, authority: Authority, key: PublicKey, consortium: Consortium) -> x509.Certificate:
-    issued = authority.issue(key, consortium.server.address, consortium.valid_days)
-    _write_text(server / "server.crt", issued.public_bytes(Encoding.PEM).decode())
-    return issued
-
-
 def _write_authority_certificate(path: Path, authority: Authority) -> None:
     data = authority.certificate.public_bytes(Encoding.PEM)
     if path.exists() and path.read_bytes() != data:
@@ -267,16 +239,6 @@ def _known_sites(folder: Path) -> list[str]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-
-
-def _read_request(path: Path) -> tuple[str, PublicKey]:
-    """Return the name and the public key of a request, a line of ssh-keygen's format with the name as its comment."""
-    key = keys.read_public(path, own=False)
-    name = keys.read_file(path, "the request", own=False).decode(errors="replace").strip().rpartition(" ")[2]
-    curve = keys.SERVER_CURVE if name == "server" else keys.SITE_CURVE
-    if not isinstance(key.curve, curve):
-        raise UserError(f"{path} must hold a key on the curve {curve.name}: make it as STEPS.md says")
-    return name, key
 
 
 def _fill(path: Path, template: str, **values: object) -> None:

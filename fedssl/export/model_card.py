@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..data.pixels import is_by_channel
 from ..evaluation.metrics import METRICS, is_measure
 from ..evaluation.verdict import verdict
@@ -14,15 +12,11 @@ from ..run_folder.record import Run, read_run
 from ..templates import fill_template
 from .trained_encoder import GLOBAL, EncoderOfRun
 
-_LEFT_OUT = "(left out)"
-_DATA_KEYS = ("data", "downstream")
-
 
 def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: bool) -> str:
     """Return the text of README.md, given config.json, the run's folder, and whether encoder.onnx is there."""
     run = read_run(path)
     ours, (_, height, width) = config["fedssl"], config["fedssl"]["image_shape"]
-    recipe = _without_paths(chosen.recipe.model_dump(mode="json")) | {"description": chosen.recipe.description}
     who = chosen.owner if (run.rounds, chosen.owner, "effective_rank") in run.values else "mean"
     window = chosen.encoder.window
     if isinstance(window, tuple):
@@ -53,7 +47,6 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: b
         features=config["num_features"],
         window=window_text,
         onnx=onnx,
-        recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=110),
     )
 
 
@@ -89,23 +82,3 @@ def _figures(run: Run, who: str) -> list[tuple[str, str, str]]:
         before, after = run.values.get((0, who, name)), run.values[run.rounds, who, name]
         rows.append((name, "" if before is None else f"{before:.{decimals}f}", f"{after:.{decimals}f}"))
     return rows
-
-
-def _without_paths(values: Any, in_data: bool = False) -> Any:
-    """Return a recipe's values without the places of its data and files; your own part keeps its file's name."""
-    if isinstance(values, list):
-        return [_without_paths(value, in_data) for value in values]
-    if isinstance(values, dict):
-        cleaned = {}
-        for key, value in values.items():
-            if not (in_data and key == "name"):
-                value = _without_paths(value, in_data or key in _DATA_KEYS)
-            cleaned[_LEFT_OUT if _is_path(key) else key] = value
-        return cleaned
-    if isinstance(values, str) and values.endswith(".py"):
-        return Path(values).name
-    return _LEFT_OUT if isinstance(values, str) and (in_data or _is_path(values)) else values
-
-
-def _is_path(text: Any) -> bool:
-    return isinstance(text, str) and ("/" in text or "\\" in text)

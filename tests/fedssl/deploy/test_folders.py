@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedssl.deploy.certificates import Authority, read_certificate
-from fedssl.deploy.consortium import Consortium, load_consortium, load_server
+from fedssl.deploy.consortium import load_consortium, load_server
 from fedssl.deploy.folders import answer_request, provision, revoke
 from fedssl.deploy.keys import public_text, read_public, server_key, site_key, write_private
 from fedssl.engines.flower.site_keys import key_fingerprint, read_manifest
@@ -183,23 +183,16 @@ def test_a_private_key_is_never_replaced(tmp_path):
 
 
 @pytest.fixture
-def consortium(consortium_file) -> Consortium:
-    return load_consortium(consortium_file())
-
-
-@pytest.fixture
 def without_keys(provisioned) -> Path:
-    """The coordinator's folder, whose sites and server make their own keys."""
+    """The coordinator's folder, whose sites make their own keys."""
     return provisioned(keys_at_sites=True)
 
 
-def write_request(folder: Path, name: str = "") -> tuple[Path, str]:
-    """What ssh-keygen makes in a member's folder, whose key stays if there is one; the fingerprint."""
-    name = name or folder.name
-    kind = "server" if name == "server" else "site"
-    key = (server_key if name == "server" else site_key)(folder / f"{kind}.key").public_key()
-    path = folder / f"{kind}.key.pub"
-    path.write_text(f"{public_text(key).strip()} {name}\n")
+def write_request(site: Path) -> tuple[Path, str]:
+    """What ssh-keygen makes in a site's folder, whose key stays if there is one; the fingerprint."""
+    key = site_key(site / "site.key").public_key()
+    path = site / "site.key.pub"
+    path.write_text(f"{public_text(key).strip()} {site.name}\n")
     return path, key_fingerprint(key)
 
 
@@ -212,28 +205,22 @@ def private_keys(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.key"))
 
 
-def test_requests_and_their_answers_register_members_without_their_private_keys(without_keys, provisioned, consortium):
-    assert private_keys(without_keys) == ["authority/ca.key"]
-    assert not [*without_keys.rglob("*.pub"), *without_keys.glob("server/server.crt")]
-    for member in ("hospital-a", "server"):
-        assert "ssh-keygen -q -t ecdsa -b" in (without_keys / member / "STEPS.md").read_text()
+def test_requests_and_their_answers_register_sites_without_their_private_keys(without_keys, provisioned):
+    assert private_keys(without_keys) == ["authority/ca.key", "server/server.key"]
+    assert not [*without_keys.rglob("*.pub")]
+    assert "ssh-keygen -q -t ecdsa -b" in (without_keys / "hospital-a" / "STEPS.md").read_text()
     site, public = without_keys / "hospital-a", without_keys / "server" / "sites" / "hospital-a.pub"
     path, fingerprint = write_request(site)
     assert (site / "site.key").stat().st_mode & 0o777 == 0o600
-    assert fingerprint in answer_request(path, without_keys, consortium)[0]
+    assert fingerprint in answer_request(path, without_keys)[0]
     assert key_fingerprint(read_public(public)) == fingerprint
     assert key_fingerprint(site_key(site / "site.key").public_key()) == fingerprint
     assert f"- hospital-a: {fingerprint}" in (without_keys / "fingerprints.md").read_text()
     assert not (without_keys / "server" / "sites" / "hospital-b.pub").exists()
-    # the server
-    answer_request(write_request(without_keys / "server")[0], without_keys, consortium)
-    certificate = read_certificate(without_keys / "server" / "server.crt")
-    assert certificate.public_key() == server_key(without_keys / "server" / "server.key").public_key()
-    certificate.verify_directly_issued_by(read_certificate(site / "ca.crt"))
     # another key for a registered site
     new_key(site)
     with pytest.raises(UserError, match="call fedssl provision revoke hospital-a first") as caught:
-        answer_request(path, without_keys, consortium)
+        answer_request(path, without_keys)
     assert fingerprint in str(caught.value)
     # the same call again, where the site's key never was
     (site / "site.key").unlink()
@@ -242,54 +229,29 @@ def test_requests_and_their_answers_register_members_without_their_private_keys(
     assert private_keys(without_keys) == ["authority/ca.key", "server/server.key"]
 
 
-def test_a_forged_request_and_one_of_a_stranger_are_refused(without_keys, consortium, tmp_path):
+def test_a_forged_request_and_one_of_a_stranger_are_refused(without_keys, tmp_path):
     path, _ = write_request(without_keys / "hospital-a")
     forged = tmp_path / "forged.request"
     forged.write_text(path.read_text().replace("hospital-a", "server"))
-    with pytest.raises(UserError, match="must hold a key on the curve secp256r1: make it as"):
-        answer_request(forged, without_keys, consortium)
+    with pytest.raises(UserError, match="is a request of server, which is no site of"):
+        answer_request(forged, without_keys)
+    forged.write_text(public_text(server_key(tmp_path / "other.key").public_key()))
+    with pytest.raises(UserError, match="must hold a key on the curve secp384r1: make it as"):
+        answer_request(forged, without_keys)
     forged.write_text("nonsense")
     with pytest.raises(UserError, match="is not a public key as ssh-keygen writes it"):
-        answer_request(forged, without_keys, consortium)
+        answer_request(forged, without_keys)
     (without_keys / "authority" / "sites.txt").write_text("hospital-b\n")
     with pytest.raises(UserError, match=r"is no site of .*hospital-b.*: add the site to the consortium's file"):
-        answer_request(path, without_keys, consortium)
+        answer_request(path, without_keys)
     assert not list((without_keys / "server" / "sites").glob("*.pub"))
 
 
-def stranger(name: str, folder: Path) -> Path:
-    """A request in a member's name with a key that somebody else has made."""
-    folder.mkdir()
-    return write_request(folder, name)[0]
-
-
-@pytest.mark.parametrize("coordinator_has_the_key", [True, False])
-def test_a_request_in_the_servers_name_with_another_key_is_refused(
-    coordinator_has_the_key, provisioned, consortium, tmp_path
-):
-    folder = provisioned()
-    own, forged = write_request(folder / "server")[0], stranger("server", tmp_path / "elsewhere")
-    if not coordinator_has_the_key:
-        (folder / "server" / "server.key").unlink()
-    before = everything(folder)
-    with pytest.raises(UserError, match=r"the server has the key SHA256:.*, but .* holds SHA256:.*--new-server-key"):
-        answer_request(forged, folder, consortium)
-    assert everything(folder) == before
-    answer_request(own, folder, consortium)
-    if coordinator_has_the_key:  # a later renewal would be for that key
-        with pytest.raises(UserError, match=r"move .*server\.key away and call this again with --new-server-key"):
-            answer_request(forged, folder, consortium, new_server_key=True)
-    else:
-        answer_request(forged, folder, consortium, new_server_key=True)
-        key = server_key(tmp_path / "elsewhere" / "server.key").public_key()
-        assert read_certificate(folder / "server" / "server.crt").public_key() == key
-
-
-def test_a_key_that_is_known_as_another_sites_is_refused(without_keys, consortium):
-    answer_request(write_request(without_keys / "hospital-a")[0], without_keys, consortium)
+def test_a_key_that_is_known_as_another_sites_is_refused(without_keys):
+    answer_request(write_request(without_keys / "hospital-a")[0], without_keys)
     shutil.copy(without_keys / "hospital-a" / "site.key", without_keys / "hospital-b" / "site.key")
     with pytest.raises(UserError, match="is a request of hospital-b with the key of hospital-a"):
-        answer_request(write_request(without_keys / "hospital-b")[0], without_keys, consortium)
+        answer_request(write_request(without_keys / "hospital-b")[0], without_keys)
 
 
 def test_the_manifest_has_the_sites_in_their_order_with_the_keys_that_count(provisioned, consortium_file):
@@ -307,24 +269,22 @@ def test_the_manifest_has_the_sites_in_their_order_with_the_keys_that_count(prov
     assert yaml.safe_load((folder / "site" / "site.yaml").read_text())["client"] == 1
 
 
-def test_another_consortium_in_the_same_folder_is_refused_and_changes_nothing(provisioned, consortium_file):
+def test_another_consortium_in_the_same_folder_is_refused_and_changes_nothing(provisioned):
     folder = provisioned()
     before = everything(folder)
     told = "is the authority of our-consortium, but the consortium's file has name: other: name another folder with"
     with pytest.raises(UserError, match=told):
         provisioned(name="other", sites=["hospital-a", "hospital-b", "hospital-c"])
-    request, _ = write_request(folder / "server")
-    request = request.rename(folder.parent / request.name)
-    with pytest.raises(UserError, match=told):
-        answer_request(request, folder, load_consortium(consortium_file(name="other")))
     assert everything(folder) == before
 
 
-def test_a_certificate_that_ends_with_its_authority_is_not_issued_at_each_call(provisioned, consortium, monkeypatch):
+def test_a_certificate_that_ends_with_its_authority_is_not_issued_at_each_call(
+    provisioned, consortium_file, monkeypatch
+):
     monkeypatch.setattr("fedssl.deploy.certificates._AUTHORITY_DAYS", 20)
     folder = provisioned()
     before = everything(folder)
-    done = provision(consortium, folder, keys_at_sites=False)
+    done = provision(load_consortium(consortium_file()), folder, keys_at_sites=False)
     assert everything(folder) == before
     assert done[0].startswith("authority: its certificate ends on ")
 
@@ -356,7 +316,7 @@ def test_a_file_that_is_trusted_and_that_others_can_write_is_refused(mode, provi
         path.chmod(before)
 
 
-def test_a_revoked_key_is_not_registered_again_and_a_new_one_is(provisioned, consortium):
+def test_a_revoked_key_is_not_registered_again_and_a_new_one_is(provisioned):
     folder = provisioned()
     site, public = folder / "hospital-b", folder / "server" / "sites" / "hospital-b.pub"
     done = revoke("hospital-b", folder)
@@ -367,10 +327,10 @@ def test_a_revoked_key_is_not_registered_again_and_a_new_one_is(provisioned, con
     assert not public.exists()
     path, revoked = write_request(site)
     with pytest.raises(UserError, match=r"was revoked .*move its site\.key away"):
-        answer_request(path, folder, consortium)
+        answer_request(path, folder)
     assert not public.exists()
     new_key(site)
-    answer_request(path, folder, consortium)
+    answer_request(path, folder)
     assert key_fingerprint(read_public(public)) != revoked
     for name in ("hospital-c", "../authority/ca"):
         with pytest.raises(UserError, match="sites with a key are hospital-a, hospital-b"):
@@ -389,19 +349,11 @@ def test_the_commands_print_an_example_what_to_compare_and_what_to_do(tmp_path, 
     out = printed(file, "--output", "made", "--keys-at-sites")
     assert "hospital-a: client 0; its key is made at the site (STEPS.md), then fedssl provision answer" in out
     _, fingerprint = write_request(tmp_path / "made" / "hospital-a")
-    assert fingerprint in printed("answer", file, "made/hospital-a/site.key.pub", "--output", "made")
+    assert fingerprint in printed("answer", "made/hospital-a/site.key.pub", "--output", "made")
     revocation = ("revoke", "hospital-a", "--output", "made")
     assert "its key is no longer in made/server/sites" in printed(*revocation)
     assert "sites with a key are none" in printed(*revocation, expected_code=2)
     assert "name the consortium's file" in printed("folders", expected_code=2)
-    write_request(tmp_path / "made" / "server")
-    answer = ("answer", file, "made/server/server.key.pub", "--output", "made")
-    printed(*answer)
-    (tmp_path / "made" / "server" / "server.key").unlink()
-    write_request(tmp_path / "made" / "server")
-    (tmp_path / "made" / "server" / "server.key").unlink()
-    assert "call this again with --new-server-key" in printed(*answer, expected_code=2)
-    assert "wrote made/server/server.crt for the key" in printed(*answer, "--new-server-key")
     out = printed(file, "--output", "other")
     assert out.startswith("server: wrote server.crt, valid until ")
     assert re.search(r"^hospital-a: client 0, key SHA256:\S+\nhospital-b: client 1, key SHA256:", out, re.MULTILINE)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
-from fedssl.export import model_card, onnx_file
+from fedssl.export import onnx_file
 from fedssl.export.encoder_folder import export_encoder, read_encoder
 from fedssl.export.onnx_file import FILE, MEAN, STD
 from fedssl.run_folder.directory import RunDirectory
@@ -187,23 +187,6 @@ def test_an_export_needs_a_finished_run_but_no_data_and_tells_how_but_not_where_
     with pytest.raises(UserError, match="not a run's folder"):
         export_encoder(tmp_path, tmp_path / "unfinished")
     assert not (tmp_path / "unfinished").exists()
-
-
-def test_the_card_shows_the_recipe_without_the_places_of_data_and_files():
-    values = {
-        "rounds": 3,
-        "architectures": ["small_vit", "/home/me/net"],
-        "data": {"name": "images", "path": "ward7", "labels": {"path": None, "column": "patient"}},
-        "objective": {"name": "/home/me/mine.py"},
-        "downstream": {"C:\\scans": {"name": "npz", "path": "x"}},
-    }
-    assert model_card._without_paths(values) == {
-        "rounds": 3,
-        "architectures": ["small_vit", "(left out)"],
-        "data": {"name": "images", "path": "(left out)", "labels": {"path": None, "column": "(left out)"}},
-        "objective": {"name": "mine.py"},
-        "downstream": {"(left out)": {"name": "npz", "path": "(left out)"}},
-    }
 
 
 def test_the_normalisation_is_that_of_the_training():
