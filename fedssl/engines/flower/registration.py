@@ -71,21 +71,11 @@ class DataForm(BaseModel):
             )
         if self.public != expected.public:
             return "its public images differ from the server's: give all sites the same file as data.public_path"
-        if expected.classes and (difference := self.class_difference(expected)):
-            return f"its classes differ from those that the objective trains on: it {difference}; rename its classes"
+        if expected.classes and self.classes != expected.classes:
+            other = sorted({*self.classes} ^ {*expected.classes})  # none where the order alone differs
+            names = listed([repr(name[:40]) for name in other or expected.classes], most=3)
+            return f"its classes differ from those that the objective trains on, or their order: {names}; rename them"
         return None
-
-    def class_difference(self, other: DataForm) -> str | None:
-        """Return how the classes differ from another form's, to follow "it"; None where they do not."""
-        if self.classes == other.classes:
-            return None
-        differences = []
-        for verb, some, rest in (("has", self, other), ("lacks", other, self)):
-            known = set(rest.classes)
-            names = [name for name in some.classes if name not in known]
-            if names:
-                differences.append(f"{verb} {listed([repr(name[:40]) for name in names], most=3)}")
-        return " and ".join(differences) or "has the same classes in another order"
 
 
 def _is_private(options: FlowerOptions) -> bool:
