@@ -20,8 +20,7 @@ from ..evaluation.projections import grid_cells, nearest_images, tsne
 from ..federation import Federation
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
-from .page import PageFigure, page_figure
-from .plots import MOST_NAMED_CLASSES, MUTED, TEXT, class_colours, class_legend
+from .plots import MOST_NAMED_CLASSES, MUTED, TEXT, PageFigure, class_colours, class_legend, page_figure
 
 _SEARCHED, _ON_THE_MAP = 1000, 400  # images
 _QUERIES, _NEIGHBOURS = 8, 9

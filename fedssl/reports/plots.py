@@ -5,6 +5,7 @@ The methods' colours are Okabe and Ito's, which colour-blind readers can tell ap
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import textwrap
@@ -14,6 +15,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -77,6 +79,30 @@ def png_bytes(figure: Figure, kind: str = "png") -> bytes:
     data = io.BytesIO()
     figure.savefig(data, format=kind, dpi=150)
     return data.getvalue()
+
+
+@dataclass(frozen=True)
+class PageFigure:
+    """A figure on a page: a short description, the image as a data URI, and a caption that may be empty."""
+
+    description: str
+    source: str
+    caption: str = ""
+
+
+def page_figure(figure: Figure, description: str, caption: str = "", png: bool = False) -> PageFigure:
+    """Return a matplotlib figure as part of a page. The same figure always gives the same bytes.
+
+    `description` is for readers who do not see it. With `png`, for figures of many pixels, PNG replaces SVG.
+    """
+    if png:
+        kind, content = "png", png_bytes(figure)
+    else:
+        data = io.BytesIO()
+        with matplotlib.rc_context({"svg.hashsalt": "fedssl"}):  # ids that are not random
+            figure.savefig(data, format="svg", metadata={"Date": None})
+        kind, content = "svg+xml", data.getvalue()
+    return PageFigure(description, f"data:image/{kind};base64,{base64.b64encode(content).decode()}", caption)
 
 
 def figure_kind(path: Path) -> str:

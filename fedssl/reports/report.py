@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +25,7 @@ from ..templates import fill_template
 from ..untrusted import printable, quoted
 from .cost import format_bytes, format_flops
 from .images import draw_pictures
-from .page import PageFigure, PageTable, page_figure
-from .plots import Bar, draw_bars, draw_curves, draw_partition, draw_spectra, method_styles
+from .plots import Bar, PageFigure, draw_bars, draw_curves, draw_partition, draw_spectra, method_styles, page_figure
 
 #: the runs of each method, by the recipe's name; several runs are the method's seeds
 Methods = Mapping[str, Sequence[Run]]
@@ -44,6 +43,16 @@ _SPECTRA_CAPTION = (
     "the mean of the clients' own, in each method's first finished run. A line that falls off early means that few "
     "directions carry everything: dimensional collapse."
 )
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A table on a page; each row is as long as the header."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    text_columns: int = 1  # how many, from the left, hold text; the others hold numbers, aligned right
+    row_classes: Mapping[int, str] = field(default_factory=dict)  # CSS classes by the row's index
 
 
 def write_report(
