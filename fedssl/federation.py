@@ -23,7 +23,7 @@ from .method import Method
 from .models.encoders import build_encoder
 from .models.model import Model, copy_entries
 from .models.precision import check_precision
-from .models.stages import freeze
+from .models.trained_part import freeze
 from .models.weights import Weights, digest, keep_batch_statistics, load_weights, read_all_weights
 from .randomness import generator_for, seeded
 from .recipe.reading import load_stored_recipe
@@ -164,6 +164,10 @@ def build_federation(
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"window": images.window})})
     check_data(recipe, images)
     shape = tuple(images.train_images.shape[1:])
+    if trains:
+        regularizers = [regularizer.recorded(shape) for regularizer in recipe.regularizers]
+        parts = {"objective": recipe.objective.recorded(shape), "regularizers": regularizers}
+        recipe = recipe.model_copy(update=parts)
     if owner is None:
         client_rows = deal(images, recipe.partition, recipe.seed)
     else:
@@ -251,7 +255,7 @@ def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: M
         load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
     if recipe.model.keeps_statistics(architecture):
         keep_batch_statistics(encoder)
-    frozen = freeze(encoder, recipe.model.train, architecture)
+    frozen = freeze(encoder, recipe.model.train, architecture, (channels, height, width))
     model = recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))
     model.frozen = frozenset(f"online.encoder.{name}" for name in frozen)
     model.let_train()

@@ -24,6 +24,8 @@ from .options import Options
 from .untrusted import absolute_path
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has it from Python 3.11 on
+
     from .models.model import Model  # it imports torch, which listing the presets does without
 
 Base = TypeVar("Base")
@@ -46,6 +48,10 @@ class Part(Options):
 
     #: the network behind the encoder whose outputs it works on; a recipe whose objective has none is refused
     needs_head: ClassVar[str | None] = None
+
+    def recorded(self, image_shape: tuple[int, ...]) -> Self:
+        """Return the part as a run on images [C, H, W] records it, for instance with digests of files that it reads."""
+        return self
 
     def check_model(self, model: Model) -> None:
         """Raise a UserError for a model that lacks what the part needs; called before anything runs."""

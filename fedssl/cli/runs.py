@@ -446,6 +446,9 @@ def embed(
         Path,
         Option(help="File to write: .npz with the arrays `features` and `files`, or .csv with file, feature_0, ..."),
     ] = Path("features.npz"),
+    patches: Annotated[
+        bool, Option("--patches", help="Write the features of each patch before they are pooled: n x H' x W' x d.")
+    ] = False,
     window: Annotated[
         str | None,
         Option(
@@ -471,6 +474,7 @@ def embed(
             folder,
             images,
             output,
+            patches=patches,
             window=None if window is None else parse_window(window),
             skip_broken=skip_broken,
             follow_links=follow_links,

@@ -20,7 +20,7 @@ from ..data.datasets import Dataset
 from ..data.pixels import normalize
 from ..data.stored_images import Images
 from ..errors import UserError
-from ..models.weights import let_every_module_train
+from ..models.trained_part import merged
 from ..options import Options
 from ..randomness import generators_set_to, seed_for
 from .features import device_of, extract_features, extract_outputs
@@ -225,7 +225,7 @@ def fine_tuned_network(
     """
     device = device_of(encoder)
     prepare = _preparation(tuning.augmentation, seed, device)
-    tuned = let_every_module_train(copy.deepcopy(encoder)).requires_grad_(True)
+    tuned = merged(copy.deepcopy(encoder)).requires_grad_(True)
     with generators_set_to(seed), torch.enable_grad():
         classifier = nn.Linear(extract_features(tuned, images[:1]).shape[1], classes)
         network = nn.Sequential(tuned, classifier).to(device)

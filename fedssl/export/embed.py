@@ -16,9 +16,10 @@ from ..data.image_files import BrokenImageError, image_kind, read_pixels
 from ..data.npz import images_in
 from ..data.pixels import Window, in_channels, resize
 from ..data.stored_images import range_of_float_files
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..evaluation.features import extract_outputs
 from ..federation import device_named
+from ..models.encoders import PatchFeatures
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, make_folder, require_file_name, write_atomically
 from ..untrusted import printable, quoted
@@ -37,6 +38,7 @@ def embed_images(
     images: Path | Sequence[Path],
     output: Path,
     *,
+    patches: bool = False,
     window: Window | None = None,
     skip_broken: bool = False,
     follow_links: bool = False,
@@ -53,6 +55,7 @@ def embed_images(
             encoders need images of their number of channels.
         output: the file to write: `.npz` with the arrays `features` and `files`, or `.csv` with the columns `file`,
             `feature_0`, ...
+        patches: write the features before they are pooled, float32 [n, H', W', d] (`PatchFeatures`).
         window: how pixels of more than 8 bits become 8 bits (default: as in the encoder's run).
         skip_broken: leave out files that cannot be read, instead of refusing all.
         follow_links: also read what links in a folder lead to outside it, instead of refusing the folder.
@@ -62,12 +65,15 @@ def embed_images(
         The files that were left out and the reasons, in one line; empty if all could be read.
 
     Raises:
-        UserError: `output` cannot be written or has another ending; no exported encoder; no images; one folder given
-            twice; a broken file without `skip_broken`; or a representation that is not finite. Nothing is written then.
+        UserError: `output` cannot be written, has another ending, or is a table for `patches`; no exported encoder, or
+            none with patches; no images; one folder given twice; a broken file without `skip_broken`; or a
+            representation that is not finite. Nothing is written then.
     """
     require_file_name(output)
     if output.suffix not in (".csv", ".npz"):
         raise UserError(f"{output}: features are written as .npz, or as .csv: name such a file")
+    if patches and output.suffix == ".csv":
+        raise UserError(f"{output}: a row of a table cannot hold the features of each patch: name a .npz file")
     sources = [images] if isinstance(images, Path) else list(images)
     if len({source.resolve() for source in sources}) < len(sources):
         raise UserError(f"{', '.join(map(str, sources))}: one of these is given twice; name each once")
@@ -75,7 +81,13 @@ def embed_images(
         RunDirectory.open(folder)
         raise UserError(f"{folder} is a run's folder: export its encoder first: fedssl export {quoted(folder)} FOLDER")
     encoder = read_encoder(folder)
-    network = encoder.network.to(device_named("auto"))
+    network = encoder.network
+    if patches:
+        network = PatchFeatures(network)
+        claim = f"the last features of {encoder.architecture} are in no known form of a grid"
+        with explained(claim, "; leave --patches out"), torch.no_grad():
+            network(torch.zeros(1, *encoder.image_shape))
+    network.to(device_named("auto"))
     each = [_batches(source, encoder, window or encoder.window, follow_links) for source in sources]
     total = sum(count for count, _ in each)
     prefixes = [f"{printable(source)}/" if len(sources) > 1 else "" for source in sources]

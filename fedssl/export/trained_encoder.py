@@ -16,6 +16,7 @@ from ..errors import UserError, explained
 from ..federation import MODEL
 from ..models.encoders import build_encoder
 from ..models.stages import StagedEncoder
+from ..models.trained_part import freeze, merged
 from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, RunDirectory
@@ -91,6 +92,7 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
             )
     shape = image_shape_of_run(path)
     network: nn.Module = build_encoder(architecture, shape[0], shape[2], stem=recipe.model.stem)
+    freeze(network, recipe.model.train, architecture, shape)
     network = recipe.schedule.adapt(network)
     if isinstance(network, StagedEncoder):
         depth = recipe.schedule.plan(network.layers, max(number, 1), recipe.seed).depth
@@ -103,7 +105,7 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
     with explained(f"the weights in {path} do not fit {architecture}"):
         network.load_state_dict(weights)
     num_features = int(network.num_features)  # type: ignore[arg-type]
-    plain = network.plain_network() if isinstance(network, StagedEncoder) else network
+    plain = network.plain_network() if isinstance(network, StagedEncoder) else merged(network)
     plain.requires_grad_(False).eval()
     trained = TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window, recipe.data.channels)
     return EncoderOfRun(trained, recipe, owner, number)

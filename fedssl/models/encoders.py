@@ -112,6 +112,25 @@ class SmallConvNet(Encoder):
         return self.forward_features(images).mean(dim=(2, 3))
 
 
+class PatchFeatures(nn.Module):
+    """An encoder's features before they are pooled: normalised images, float [n, C, H, W], to float [n, H', W', d].
+
+    Of a transformer they are the patches' last tokens, without the class token and others that belong to no patch; of a
+    convolutional network its last feature map. d is `num_features`, unless there is a layer after the pooling.
+    """
+
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder: Any = encoder
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.encoder.forward_features(images)
+        if features.dim() == 3:
+            grid = self.encoder.patch_embed.grid_size
+            return features[:, self.encoder.num_prefix_tokens :].unflatten(1, grid)
+        return features if getattr(self.encoder, "output_fmt", "NCHW") == "NHWC" else features.permute(0, 2, 3, 1)
+
+
 def encoder_names() -> list[str]:
     """Return the sorted names of the small encoders defined here. `timm.list_models()` lists timm's."""
     return sorted([*_CONVNETS, *_RESNETS, *_SMALL_VISION_TRANSFORMERS])

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from .encoders import Encoder, SmallConvNet
-from .weights import keep_in_evaluation_mode
 
 Role = Literal["absent", "frozen", "active"]
 # Modules after the last layer of timm's networks, and before the first layer of its vision transformers.
@@ -209,19 +208,15 @@ def uncut_network(encoder: nn.Module) -> nn.Module:
     return encoder.network if isinstance(encoder, StagedEncoder) else encoder
 
 
-def freeze(network: nn.Module, train: str, architecture: str) -> list[str]:
-    """Keep in evaluation mode what `model.train` leaves out of an encoder's training, and return its state-dict names.
+def names_of_last_layers(network: nn.Module, count: int, architecture: str) -> list[str]:
+    """Return state-dict names of a network's last layers and of the modules after them.
 
-    `last:N` trains the last N layers and the modules after them, `all` everything. A layer is here also a stage of
-    timm's networks that keep theirs in one `blocks`, `stages` or `layers`, such as EfficientNet, MobileNet, ConvNeXt
-    and Swin, which cannot be run to a smaller depth.
+    A layer is here also a stage of timm's networks that keep theirs in one `blocks`, `stages` or `layers`, such as
+    EfficientNet, MobileNet, ConvNeXt and Swin, which cannot be run to a smaller depth.
 
     Raises:
-        UserError: it has no such layers, or no more than N.
+        UserError: it has no such layers, or no more than `count`.
     """
-    if train == "all":
-        return []
-    count = int(train.removeprefix("last:"))
     stages = {name: child for name, child in network.named_children() if name in ("blocks", "stages", "layers")}
     container, module = next(iter(stages.items()), ("", None))
     paths: list[tuple[str, ...]]
@@ -235,12 +230,7 @@ def freeze(network: nn.Module, train: str, architecture: str) -> list[str]:
             f"last:1 to last:{len(paths) - 1}, or all"
         )
     names = list(network.state_dict())  # in the order of the forward pass
-    frozen = set(names[: next(i for i, name in enumerate(names) if name.startswith(paths[-count][0] + "."))])
-    for path, child in network.named_modules():
-        entries = {f"{path}.{name}" for name in child.state_dict()}
-        if entries and entries <= frozen:
-            keep_in_evaluation_mode(child)
-    return sorted(frozen)
+    return names[next(i for i, name in enumerate(names) if name.startswith(paths[-count][0] + ".")) :]
 
 
 def _layer_of(name: str, paths: list[tuple[str, ...]]) -> int | None:

@@ -42,8 +42,9 @@ class ModelOptions(Options):
     )
     train: str = Field(
         "all",
-        description="what of the encoders trains and travels: all; or last:N, the last N layers (a ResNet's stages, a "
-        "transformer's blocks). The rest stays as model.weights brought it, which every site then reads itself",
+        description="what of the encoders trains and travels: all; last:N, the last N layers (a ResNet's stages, a "
+        "transformer's blocks); or lora:R, low-rank adapters of rank R on a transformer's attention (needs peft). The "
+        "rest stays as model.weights brought it, which every site then reads itself",
     )
     weights: str | dict[str, str] | None = Field(
         None,
@@ -73,8 +74,8 @@ class ModelOptions(Options):
     @field_validator("train")
     @classmethod
     def _known(cls, train: str) -> str:
-        if not re.fullmatch(r"all|last:[1-9]\d{0,3}", train):
-            raise ValueError("expected all, or last:N with N from 1, such as last:1")
+        if not re.fullmatch(r"all|(last|lora):[1-9]\d{0,3}", train):
+            raise ValueError("expected all, last:N or lora:R, with N and R from 1, such as last:1")
         return train
 
     @model_validator(mode="after")
@@ -182,13 +183,6 @@ def keep_in_evaluation_mode(module: nn.Module) -> None:
 
 def _stay_as_it_is(mode: bool = True) -> None:
     """Stand for a module's own `train`, which its parents call."""
-
-
-def let_every_module_train(network: nn.Module) -> nn.Module:
-    """Return a network after taking back what `keep_in_evaluation_mode` did to modules of it."""
-    for module in network.modules():
-        vars(module).pop("train", None)
-    return network
 
 
 def digest(weights: Weights) -> str:

@@ -28,7 +28,7 @@ from ..untrusted import (
 DEFAULT_AUGMENTATION = "random_views"
 _MOST_KEYS = 20  # in an override's path
 _WEIGHTS = "model.weights"
-_ENCODERS = (_WEIGHTS, "oracle")  # keys of files or folders with a network's weights
+_ENCODERS = (_WEIGHTS, "oracle", "teacher")  # keys of files or folders with a network's weights
 
 
 def recipe_names() -> list[str]:

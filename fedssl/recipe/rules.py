@@ -199,11 +199,12 @@ def _rules_of_aggregators(recipe: Recipe) -> Iterator[str]:
     for i, name in enumerate(names):
         if name in names[:i]:
             yield f"aggregators name {name} twice, and both would send the same: remove one of the two"
-    for part in recipe.aggregators:
-        source = getattr(part, "oracle", None)
+    encoders = [(part.name, "oracle", getattr(part, "oracle", None)) for part in recipe.aggregators]
+    encoders += [(p.name, "teacher", getattr(p, "teacher", None)) for p in (recipe.objective, *recipe.regularizers)]
+    for name, option, source in encoders:
         if recipe.engine == "flower" and source is not None and not source.startswith("timm:"):
             yield (
-                f"{part.name}.oracle is a folder of this machine, which engine flower's sites lack: use timm:NAME, "
+                f"{name}.{option} is a folder of this machine, which engine flower's sites lack: use timm:NAME, "
                 "whose weights each site fetches itself, or in-process"
             )
     exchanging = [aggregator.name for aggregator in recipe.aggregators if aggregator.exchanges_weights]

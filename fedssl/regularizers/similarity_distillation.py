@@ -4,34 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
 from ..objectives.base import Step
+from ..teacher import cosines, similarity_loss
 from .base import Regularizer, StepLoss
 from .cka_alignment import public_batches
-
-
-def cosines(outputs: Tensor) -> Tensor:
-    """Return the cosine similarities [n, n] between a network's outputs [n, d]."""
-    rows = F.normalize(outputs, dim=1)
-    return rows @ rows.T
-
-
-def similarity_loss(own: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """Return KL(t_i | s_i) of similarities between the images of a batch, mean over images i, a scalar.
-
-    s_i = softmax over j != i of own_ij / temperature, and t_i the same of `target`; both are [n, n]. An image's
-    similarity to itself is left out, as it is 1 in every network. Two images or fewer give 0.
-    """
-    logs = []
-    for similarities in (own, target):
-        n = len(similarities)
-        others = similarities.flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)  # without the diagonal
-        logs.append(F.log_softmax(others / temperature, dim=1))
-    return F.kl_div(logs[0], logs[1], reduction="batchmean", log_target=True)
 
 
 class SimilarityDistillation(Regularizer):

@@ -105,7 +105,8 @@ def _check_recipe(cell: Cell) -> None:
     wanted = flatten_keys(wanted)
     for key in dict.fromkeys([*wanted, *stored]):
         affects_results = key not in ("description", "clients_parallel") and not key.startswith("model.digests")
-        is_found = key.endswith(".oracle")  # the table's folder decides it
+        # the table's folder decides an oracle, and a run records a teacher's digest and width
+        is_found = key.endswith((".oracle", ".teacher_digest", ".teacher_features"))
         if affects_results and not is_found and wanted.get(key) != stored.get(key):
             raise UserError(
                 f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import save_file
 
 import fedssl
+from fedssl.models.encoders import build_encoder
+from fedssl.randomness import seeded
 from fedssl.recipe.reading import parse_recipe
 from fedssl.recipe.recipe import Recipe
 
@@ -92,6 +95,21 @@ def noisy(shared_folder) -> Callable[..., Recipe]:
     return lambda public=30, **changes: parse_recipe(
         tiny_values(**({"data": data | {"public_holdout": public}} | changes))
     )
+
+
+#: options of objective and regularizer `distillation`, once the fixture `teacher` has made the folder
+TAUGHT: dict[str, str] = {}
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory) -> Path:
+    """The folder of an encoder for grey images of 8x8 pixels, with random weights."""
+    folder = tmp_path_factory.mktemp("teacher")
+    with seeded(1, "teacher"):
+        save_file(build_encoder("small_convnet_wide", 1, 8).state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text('{"architecture": "small_convnet_wide"}')
+    TAUGHT["teacher"] = str(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -20,13 +20,15 @@ from fedssl.parts import part_names
 from fedssl.recipe.reading import parse_recipe
 from fedssl.regularizers.base_alignment import BaseAlignment
 from fedssl.regularizers.representation_alignment import RepresentationAlignment
-from tests.fedssl.conftest import tiny_values
+from tests.fedssl.conftest import TAUGHT, tiny_values
 from tests.fedssl.rounds_in_memory import train_rounds
 
+pytestmark = pytest.mark.usefixtures("teacher")
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "barlow_twins": {"hidden_features": 16, "output_features": 8},
     "byol": {"hidden_features": 16, "output_features": 8},
     "byol, one direction": {"hidden_features": 16, "output_features": 8, "symmetric": False},
+    "distillation": TAUGHT,
     "dino": {"hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 3},
     "fedx": {"output_features": 8},
     "mae": {"decoder_features": 16, "decoder_layers": 1, "decoder_heads": 2},
@@ -51,11 +53,12 @@ READS = {
     "similarity_distillation": "representation_mean",
 }
 TWO_VIEWS = {"dictionary_contrast", "global_distillation", "relational_distillation"}
-WITHOUT_PROJECTOR = TWO_VIEWS | {"representation_alignment", "sliced_uniformity", "uniformity"}
+WITHOUT_PROJECTOR = TWO_VIEWS | {"representation_alignment", "sigreg", "sliced_uniformity", "uniformity"}
 REFUSED: dict[str, set[str]] = {
     "barlow_twins": {"global_distillation"},  # it has no predictor, as those below
     "byol, one direction": TWO_VIEWS,
     "dino": {"global_distillation", "public_objective"},
+    "distillation": TWO_VIEWS | {"public_objective"},
     "lejepa": {"global_distillation"},
     "orchestra": TWO_VIEWS | {"public_objective"},
     "simclr": {"global_distillation"},
@@ -78,7 +81,7 @@ def federation_of(objective: str, regularizers: list[str], aggregators: list[str
     name = objective.partition(",")[0]
     values = tiny_values(
         objective={"name": name, **OBJECTIVES[objective]},
-        regularizers=[{"name": one} for one in regularizers],
+        regularizers=[{"name": one, **(TAUGHT if one == "distillation" else {})} for one in regularizers],
         aggregators=[{"name": one, **AGGREGATORS.get(one, {})} for one in aggregators],
         local_update=local_update,
         architectures=["small_vit" if name == "mae" else "small_convnet"],

@@ -21,6 +21,7 @@ from tests.fedssl.killed_runs import contents
 from tests.fedssl.rounds_in_memory import Rounds, train_rounds
 from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS, noise
 
+pytestmark = pytest.mark.usefixtures("teacher")
 CLIENTS, IMAGES, CLASSES = 2, 24, 3
 #: options without which a part does not fit a data set of so few images
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -117,12 +117,9 @@ def test_every_step_of_own_images_works_in_the_pages_order(tmp_path, monkeypatch
 
     page = (DOCS / "own_images.md").read_text(encoding="utf-8")
     steps = re.findall(r"```python\n(.*?)```|^    (fedssl .*?[^\\])$", page, re.DOTALL | re.MULTILINE)
-    assert len([code for code, _ in steps if code]) == 4
+    assert len([code for code, _ in steps if code]) == 3
     assert len(steps) >= 12
     for code, command in steps:
-        if code.startswith("# distil.py"):
-            Path("distil.py").write_text(code)
-            continue
         if code:
             exec(code, {})
             continue

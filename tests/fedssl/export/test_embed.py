@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.models.mlp_mixer import MlpMixer
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
 
 from fedssl.errors import UserError
+from fedssl.evaluation.features import extract_features
 from fedssl.export.embed import embed_images, in_channels
-from fedssl.export.encoder_folder import export_encoder
+from fedssl.export.encoder_folder import export_encoder, read_encoder
+from fedssl.export.trained_encoder import TrainedEncoder
+from fedssl.models.encoders import PatchFeatures
 from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
 
@@ -134,6 +140,49 @@ def test_grey_is_repeated_and_colour_becomes_its_luma():
     assert in_channels(colours, 1).flatten().tolist() == pytest.approx([76, 150, 9], abs=1)
     assert torch.equal(in_channels(colours[:, :1], 3), colours[:, :1].expand(-1, 3, -1, -1))
     assert in_channels(colours, 3) is colours
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module", "grid"),
+    [("small_convnet", "blocks", 2), ("small_vit", "norm", 4), ("resnet18", "layer4", 1)],
+)
+def test_features_of_patches_are_what_the_network_pools(architecture, module, grid, tmp_path):
+    run, federation = finished_run(tmp_path, architectures=[architecture])
+    folder, pixels = export_encoder(run, tmp_path / "encoder"), federation.dataset.test_images
+    np.savez(tmp_path / "images.npz", x=pixels[:, 0].numpy())
+    embed_images(folder, tmp_path / "images.npz", tmp_path / "out.npz", patches=True)
+    features = torch.from_numpy(np.load(tmp_path / "out.npz")["features"])
+    outputs, network = [], read_encoder(folder).network
+    network.get_submodule(module).register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    extract_features(network, pixels)
+    last = outputs[0]
+    expected = last[:, 1:].unflatten(1, (grid, grid)) if last.dim() == 3 else last.movedim(1, 3)
+    assert features.shape == (20, grid, grid, network.num_features)
+    torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match=r"table\.csv: a row of a table cannot hold .* name a \.npz file"):
+        embed_images(folder, tmp_path / "images.npz", tmp_path / "table.csv", patches=True)
+
+
+def test_features_of_patches_lie_where_the_patches_lie():
+    """Each of a transformer without layers depends on its patch alone; swin's are in the order of a grid already."""
+    network = VisionTransformer((8, 12), 4, in_chans=1, embed_dim=8, depth=0, num_heads=1, reg_tokens=2, num_classes=0)
+    images = torch.zeros(2, 1, 8, 12)
+    images[1, :, 4:, 8:] = 1
+    first, second = PatchFeatures(network.eval())(images)
+    assert (first != second).any(dim=2).tolist() == [[False, False, False], [False, False, True]]
+    sizes = {"window_size": 2, "embed_dim": 8, "depths": (1, 1), "num_heads": (1, 1), "num_classes": 0}
+    swin = SwinTransformer((16, 32), 4, 1, **sizes).eval()
+    images = torch.rand(2, 1, 16, 32)
+    assert torch.equal(PatchFeatures(swin)(images).mean(dim=(1, 2)), swin(images))
+    assert PatchFeatures(swin)(images).shape == (2, 2, 4, 16)
+
+
+def test_an_encoder_whose_last_features_are_no_known_grid_is_refused(exported, tmp_path, monkeypatch):
+    mixer = MlpMixer(num_classes=0, img_size=8, in_chans=1, patch_size=4, num_blocks=1, embed_dim=8)
+    encoder = TrainedEncoder(mixer, "mixer", (1, 8, 8), 8)
+    monkeypatch.setattr("fedssl.export.embed.read_encoder", lambda folder: encoder)
+    with pytest.raises(UserError, match=r"the last features of mixer are in no known form of a grid .*leave --patches"):
+        embed_images(exported[0], tmp_path, tmp_path / "out.npz", patches=True)
 
 
 def test_broken_files_are_all_named_and_refused_or_left_out(embedded, tmp_path):

@@ -1,9 +1,12 @@
-"""model.train: what trains travels and changes, the rest stays bit for bit, and an export is plain."""
+"""model.train: what trains travels and changes, the rest stays bit for bit, and an export needs no adapters."""
+
+import sys
 
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from fedssl.engines import in_process
 from fedssl.errors import UserError
@@ -15,6 +18,7 @@ from fedssl.guard import REFUSED, reasons_in
 from fedssl.local_updates.fedu import encoder_weights
 from fedssl.messages import Message
 from fedssl.models.encoders import build_encoder
+from fedssl.models.trained_part import freeze
 from fedssl.randomness import seeded
 from fedssl.reports.cost import estimate
 from tests.fedssl.conftest import AVERAGED, FEDU2, LW_FEDSSL
@@ -45,6 +49,7 @@ TRAINED = {
     ("small_resnet10", "last:1"): ("layer4.",),
     ("small_vit", "last:1"): ("blocks.3.", "norm."),
     ("mobilenetv3_small_050", "last:1"): ("blocks.5.", "conv_head."),
+    ("small_vit", "lora:2"): ("lora_A.", "lora_B."),
 }
 
 
@@ -53,12 +58,19 @@ def partly(noisy, tmp_path):
     """Build the recipe of an encoder that starts from drawn weights and trains in part."""
 
     def build(architecture="small_convnet", train="last:2", **changes):
+        if train.startswith("lora"):
+            pytest.importorskip("peft", reason="peft is not installed")
         path = tmp_path / f"{architecture}.safetensors"
         save_file(drawn(architecture).state_dict(), path)
         model = {"weights": str(path), "train": train}
         return noisy(**AVERAGED | {"architectures": [architecture], "model": model} | changes)
 
     return build
+
+
+def base_name(name):
+    """The name of an encoder's entry in the plain network."""
+    return name.removeprefix("online.encoder.").replace("base_layer.", "")
 
 
 @pytest.mark.parametrize(("architecture", "train"), TRAINED)
@@ -75,7 +87,7 @@ def test_only_what_trains_travels_and_changes_and_a_resumed_run_is_the_same(arch
     for name, tensor in end.items():
         if name not in trained:
             others = (tensor, at_client[name], at_client[name.replace("online.", "target.")])
-            assert all(torch.equal(given[name.removeprefix("online.encoder.")], other) for other in others), name
+            assert all(torch.equal(given[base_name(name)], other) for other in others), name
         elif tensor.is_floating_point():
             assert not torch.equal(tensor, start[name]), name
     sent = sum(start[name].nbytes for name in trained)
@@ -124,11 +136,13 @@ def test_a_client_that_sends_a_frozen_entry_is_refused(partly):
     }
 
 
-@pytest.mark.parametrize("client", [None, 1])
-def test_an_export_is_the_plain_network_with_the_same_outputs(client, partly, tmp_path):
-    """Fine-tuned as a whole, it ends like that of the run: nothing is kept in evaluation mode."""
-    architecture = "small_convnet"
-    recipe = partly(architecture, "last:1", rounds=1, training={"local_epochs": 1, "batch_size": 8, "learning_rate": 1})
+@pytest.mark.parametrize(
+    ("architecture", "train", "client"),
+    [("small_vit", "lora:2", None), ("small_vit", "lora:2", 1), ("small_convnet", "last:1", None)],
+)
+def test_an_export_is_the_plain_network_with_the_same_outputs(architecture, train, client, partly, tmp_path):
+    """Fine-tuned as a whole, it ends like that of the run: adapters are not beside what they adapt, nothing is kept."""
+    recipe = partly(architecture, train, rounds=1, training={"local_epochs": 1, "batch_size": 8, "learning_rate": 1})
     run = in_process.run(recipe, tmp_path / "run")
     encoder = read_encoder(export_encoder(run.path, tmp_path / "encoder", client)).network
     assert encoder.state_dict().keys() == build_encoder(architecture, 1, 8).state_dict().keys()
@@ -151,10 +165,11 @@ def test_an_export_is_the_plain_network_with_the_same_outputs(client, partly, tm
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"train": "lora:4"}, "small_convnet has none that it calls as they are: train its last layers, such as model"),
         ({"train": "last:4"}, r"last:4 is for encoders of more layers, and small_convnet has 4: expected last:1 to l"),
         ({"train": "last:1", "weights": None}, r"leaves blocks\.0\.weight of small_convnet as it starts, .* at random"),
         ({"train": "last:1", "schedule": LW_FEDSSL["schedule"]}, "schedule layer_wise says itself which layers train"),
-        ({"train": "lora:2"}, r"model.train: .*expected all, or last:N with N from 1.*got 'lora:2'"),
+        ({"train": "lora:0"}, r"model.train: .*expected all, last:N or lora:R.*got 'lora:0'"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_do(changes, says, partly, noisy):
@@ -172,3 +187,22 @@ def test_a_stem_that_starts_at_random_is_not_frozen(noisy, tmp_path):
     model = recipe.model.model_copy(update={"train": "last:1"})
     with pytest.warns(UserWarning, match="stem"), pytest.raises(UserError, match=r"conv1\.weight of resnet18.*large"):
         build_federation(recipe.model_copy(update={"model": model}))
+
+
+class TakesWeights(nn.Module):
+    """Attention as some networks have it: adapters around a layer that is not called would do nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(4, 4), "proj": nn.Linear(4, 4)})
+
+    def forward(self, images):
+        return self.attn["proj"](nn.functional.linear(images, self.attn["qkv"].weight))
+
+
+def test_adapters_are_refused_where_they_would_not_be_called_or_there_is_no_peft(partly, monkeypatch):
+    with pytest.raises(UserError, match="any_vit has none that it calls as they are"):
+        freeze(TakesWeights(), "lora:2", "any_vit", (4,))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"model.train=lora:2 needs peft .*pip install '.*\[lora\]'"):
+        freeze(build_encoder("small_vit", 1, 8), "lora:2", "small_vit", (1, 8, 8))

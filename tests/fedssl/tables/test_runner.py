@@ -170,6 +170,19 @@ def test_cells_of_another_recipe_and_of_other_data_are_not_mixed_in(tiny_table, 
     images.write_bytes(kept)
 
 
+def test_a_finished_table_with_a_teacher_is_not_run_again(tiny_recipe, teacher, tmp_path, monkeypatch):
+    """A run records its teacher's digest and width, which the table does not name; another teacher is refused."""
+    taught = tiny_recipe("taught", objective={"name": "distillation", "teacher": str(teacher)})
+    rows = [{"label": "taught", "recipe": taught}]
+    table = make_table(seeds=[0], method=None, baselines=[], controls=[], rows=rows)
+    run_table(table, tmp_path / "out", note=lambda text: None)
+    monkeypatch.setattr(in_process, "run", None)
+    run_table(table, tmp_path / "out", note=lambda text: None)
+    other = shutil.copytree(teacher, tmp_path / "other")
+    message = rf"made with objective\.teacher={teacher}, now it is {other}"
+    require_refusal(message, table, tmp_path / "out", f"objective.teacher={other}")
+
+
 def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
