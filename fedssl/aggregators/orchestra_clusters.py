@@ -126,7 +126,7 @@ def fill_memory(local: LocalRound, model: OrchestraModel) -> None:
     rows = order[torch.arange(len(model.memory)) % len(order)]
     parts = rows.split(len(order))  # more than one where there are fewer images than places
     views = torch.cat([local.views(images[part], part, "memory", n, count=1)[0] for n, part in enumerate(parts)])
-    model.remember(F.normalize(copy.deepcopy(model).train().target_project(views), dim=1))
+    model.remember(F.normalize(copy.deepcopy(model).train().target_of_views((views,))[0], dim=1))
 
 
 @torch.no_grad()

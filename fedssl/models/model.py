@@ -88,13 +88,8 @@ class Model(nn.Module):
         rows = F.normalize(outputs, dim=1)
         return rows if self.rows_dtype is None else rows.to(self.rows_dtype)
 
-    def target_project(self, images: Tensor) -> Tensor:
-        """Return the target network's output for normalised images, without gradient: [n, d]."""
-        with torch.no_grad():
-            return _outputs(self.target, images)[-1]
-
     def target_of_views(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return `target_project` of each view."""
+        """Return the target network's output [n, d] of each of some normalised views, without gradient."""
         with torch.no_grad():
             return tuple(outputs[-1] for outputs in self._passes(self.target, views))
 

@@ -19,6 +19,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from ..data.files import listed
 from ..errors import UserError, explained
 from ..options import Options
 from ..untrusted import quoted, read_regular_file
@@ -234,7 +235,7 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
         raise UserError(f"model.weights: {source} does not fit {architecture}: {problems}")
     encoder.load_state_dict(fitting)
     if heads:
-        notes.append(f"left out, as the encoder has no such layers: {', '.join(_first(heads))}")
+        notes.append(f"left out, as the encoder has no such layers: {listed(heads, _MOST_NAMED)}")
     if notes:
         warnings.warn(f"model.weights: {source}: {'; '.join(notes)}", stacklevel=2)
 
@@ -261,19 +262,13 @@ def _below(weights: Weights, prefix: str) -> Weights:
 def _misfits(own: Weights, given: Weights) -> list[str]:
     """Return clauses that say what keeps weights from being loaded."""
     misshapen = [name for name in own if name in given and given[name].shape != own[name].shape]
-    problems = _first(
-        [f"{name} has the shape {list(given[name].shape)}, expected {list(own[name].shape)}" for name in misshapen]
-    )
+    shapes = [f"{name} has the shape {[*given[name].shape]}, expected {[*own[name].shape]}" for name in misshapen]
+    problems = [listed(shapes, _MOST_NAMED)] if shapes else []
     if missing := [name for name in own if name not in given]:
-        problems.append(f"missing: {', '.join(_first(missing))}")
+        problems.append(f"missing: {listed(missing, _MOST_NAMED)}")
     if unknown := [name for name in given if name not in own]:
-        problems.append(f"in no layer of the encoder: {', '.join(_first(unknown))}")
+        problems.append(f"in no layer of the encoder: {listed(unknown, _MOST_NAMED)}")
     return problems
-
-
-def _first(names: list[str]) -> list[str]:
-    more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return names[:_MOST_NAMED] + more
 
 
 def _classifier_names(architecture: str, own: Weights) -> set[str]:
@@ -319,7 +314,7 @@ def _read(source: str) -> Weights:
             beginnings = list(dict.fromkeys(name.partition(".")[0] for name in weights))
             raise UserError(
                 f"model.weights: {file} holds no tensors whose names begin with {network}.: it has names that begin "
-                f"with {', '.join(_first(beginnings))}"
+                f"with {listed(beginnings, _MOST_NAMED)}"
             )
         return chosen
     path = Path(source)

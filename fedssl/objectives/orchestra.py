@@ -96,7 +96,7 @@ class Orchestra(Objective):
         assert isinstance(model, OrchestraModel)
         representation = model.encoder(views[1])
         projection = model.online["projector"](representation)
-        target = F.normalize(model.target_project(views[0]), dim=1)
+        target = F.normalize(model.target_of_views(views[:1])[0], dim=1)
         loss = cluster_loss(F.normalize(projection, dim=1), target, model.centroids, self.temperature)
         turned, turns = turn(views[2])
         loss = loss + F.cross_entropy(model.online["rotation"](model.online["projector"](model.encoder(turned))), turns)

@@ -115,7 +115,7 @@ def test_orchestras_memory_has_several_views_of_each_of_few_images(monkeypatch):
     seen: list[torch.Tensor] = []
     local = client_of_alike_images()
     model = types.SimpleNamespace(memory=torch.zeros(15, 2), remember=lambda projections: None, train=lambda: model)
-    model.target_project = lambda views: seen.append(views) or torch.ones(len(views), 2)
+    model.target_of_views = lambda views: seen.extend(views) or (torch.ones(len(views[0]), 2),)
     monkeypatch.setattr("fedssl.aggregators.orchestra_clusters.copy.deepcopy", lambda _: model)
     fill_memory(local, model)
     assert len(seen[0]) == 15

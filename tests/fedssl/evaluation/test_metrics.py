@@ -25,7 +25,6 @@ from fedssl.evaluation.metrics import (
     singular_values,
     uniformity,
 )
-from fedssl.evaluation.projections import tsne
 from tests.fedssl.evaluation.conftest import blobs
 
 
@@ -207,22 +206,3 @@ def test_values_of_percentages_are_bounded_by_0_and_100():
     for name in EVALUATED:
         bounded = METRICS[name].bounds == (0.0, 100.0)
         assert bounded == (METRICS[name].unit == "%") == is_accuracy(name) == is_accuracy(f"downstream_a_{name}"), name
-
-
-# Projections
-
-
-def test_tsne_puts_alike_near_alike_and_repeats():
-    centres = 10 * torch.eye(3, 8)
-    features = centres.repeat(10, 1) + 0.1 * normal(30, 8)
-    other = features + 0.01 * normal(30, 8, seed=1)
-    points = tsne(torch.cat([features, other]), seed=3)
-    first, second = points.split(30)
-    assert first.shape == second.shape == (30, 2)
-    nearest = torch.cdist(second, first).argmin(dim=1)
-    assert (nearest % 3 == torch.arange(30) % 3).all()
-    torch.testing.assert_close(tsne(torch.cat([features, other]), seed=3), points)
-
-
-def test_tsne_of_a_collapsed_representation_does_not_fail():
-    assert torch.isfinite(tsne(torch.ones(14, 4), seed=0)).all()

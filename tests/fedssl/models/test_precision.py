@@ -98,7 +98,7 @@ class SeesFloat32(Regularizer):
         def term(step: Step) -> Tensor:
             assert not torch.is_autocast_enabled("cpu")  # products of losses are float32 too
             images = step.views[0]
-            outputs = [model.represent(images), model.target_project(images), other.encoder(images)]
+            outputs = [model.represent(images), *model.target_of_views((images,)), other.encoder(images)]
             tensors = [step.loss, *step.representations, *step.projections, *step.predictions, *outputs]
             self.seen.extend(tensor.dtype for tensor in tensors)
             return step.loss.new_zeros(())

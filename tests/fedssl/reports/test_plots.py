@@ -11,9 +11,16 @@ import torch
 from PIL import Image
 
 from fedssl.engines import in_process
-from fedssl.evaluation.projections import grid_cells, nearest_images
 from fedssl.reports import images
-from fedssl.reports.images import draw_map, draw_neighbours, draw_pictures, thumbnails
+from fedssl.reports.images import (
+    draw_map,
+    draw_neighbours,
+    draw_pictures,
+    grid_cells,
+    nearest_images,
+    thumbnails,
+    tsne,
+)
 from fedssl.reports.plots import Bar, draw_bars, draw_curves, draw_spectra, method_styles, png_bytes
 from fedssl.reports.report import opened_with_data, write_report
 from tests.fedssl.conftest import AVERAGED
@@ -63,6 +70,23 @@ def test_nearest_by_cosine_and_never_itself():
     assert rows[1].tolist()[0] == 1
     assert cosines[0, 0] == pytest.approx(2 / 4.01**0.5)
     assert nearest_images(features, torch.tensor([0]), 9)[0].shape == (1, 4)
+
+
+def test_tsne_puts_alike_near_alike_and_repeats():
+    generator = torch.Generator().manual_seed(0)
+    centres = 10 * torch.eye(3, 8)
+    features = centres.repeat(10, 1) + 0.1 * torch.randn(30, 8, generator=generator)
+    other = features + 0.01 * torch.randn(30, 8, generator=generator)
+    points = tsne(torch.cat([features, other]), seed=3)
+    first, second = points.split(30)
+    assert first.shape == second.shape == (30, 2)
+    nearest = torch.cdist(second, first).argmin(dim=1)
+    assert (nearest % 3 == torch.arange(30) % 3).all()
+    torch.testing.assert_close(tsne(torch.cat([features, other]), seed=3), points)
+
+
+def test_tsne_of_a_collapsed_representation_does_not_fail():
+    assert torch.isfinite(tsne(torch.ones(14, 4), seed=0)).all()
 
 
 def test_no_two_images_take_one_place_and_far_ones_stay_apart():
