@@ -11,7 +11,7 @@ from torch import Tensor
 from fedkernels import apply_deltas, client_weights, delta_gram
 
 from ..messages import Message
-from .weighted_mean import WeightedMean, distance_metric, is_statistic, model_entries, weighted_mean
+from .weighted_mean import WeightedMean, distance_metric, is_statistic, means_by_samples, model_entries
 
 #: what an update is divided by: its squared length (FedU2's paper, times 2) or its length (the released code)
 UpdateDivisor = Literal["squared_length", "length"]
@@ -145,9 +145,7 @@ class EUA(WeightedMean):
         new = [tensor.clone() for tensor in old]
         apply_deltas(new, clients, step)
 
-        state = Message(dict(zip(weights, new, strict=True)))
-        for name in statistics:
-            state.tensors[name] = weighted_mean([replies[k].tensors[name] for k in order], samples)
+        state = Message(dict(zip(weights, new, strict=True)) | means_by_samples(replies, statistics))
         state.metrics = {f"eua_weight/{k}": float(weight) for k, weight in zip(order, p, strict=True)}
         state.metrics |= {f"eua_share/{k}": float(share) for k, share in zip(order, step, strict=True)}
         state.metrics |= distance_metric(gram)

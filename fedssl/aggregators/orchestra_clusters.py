@@ -19,7 +19,7 @@ from ..messages import Message
 from ..models.model import Model
 from ..objectives.orchestra import OrchestraModel
 from .base import Aggregator, Shape, fault_of_unit_rows
-from .weighted_mean import weighted_mean
+from .weighted_mean import means_by_samples
 
 GLOBAL = "centroids"  # the model's own name for them, so that a client's local update loads them
 LOCAL = "local_centroids"
@@ -103,13 +103,10 @@ class OrchestraClusters(Aggregator):
 
     def _next_target(self, server: Message, replies: dict[int, Message]) -> dict[str, Tensor]:
         """Return the mean of the clients' target networks; after the opening round a copy of the online one."""
-        order = sorted(replies)
         if not target_of(server):
             online = {TARGET + n.removeprefix(ONLINE): t for n, t in server.tensors.items() if n.startswith(ONLINE)}
             return {name: tensor.clone() for name, tensor in online.items() if name.startswith(_TARGET_PARTS)}
-        samples = [replies[k].numbers["samples"] for k in order]
-        names = target_of(replies[order[0]])
-        return {name: weighted_mean([replies[k].tensors[name] for k in order], samples) for name in names}
+        return means_by_samples(replies, target_of(replies[min(replies)]))
 
 
 def target_of(message: Message, travelling: list[str] | None = None) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -31,6 +32,13 @@ def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
     if not tensors[0].is_floating_point():
         mean = mean.round()
     return mean.to(tensors[0].dtype)
+
+
+def means_by_samples(replies: dict[int, Message], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the mean of the clients' tensors of each name, by their numbers of samples."""
+    order = sorted(replies)
+    samples = [replies[k].numbers["samples"] for k in order]
+    return {name: weighted_mean([replies[k].tensors[name] for k in order], samples) for name in names}
 
 
 def is_statistic(name: str, tensor: Tensor) -> bool:
@@ -91,9 +99,6 @@ class WeightedMean(Aggregator):
         return Message({name: state[name] for name in travelling})
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
-        order = sorted(replies)
-        weights = [replies[k].numbers["samples"] for k in order]
-        names = model_entries(server, replies)
-        state = Message({name: weighted_mean([replies[k].tensors[name] for k in order], weights) for name in names})
+        state = Message(means_by_samples(replies, model_entries(server, replies)))
         state.metrics = measure_distance(server, replies)
         return state
