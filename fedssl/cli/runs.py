@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
 
 #: the recipe of `fedssl pretrain`
-#: the recipes of pretrain: from scratch, and from weights, where the term of the first is not measured
-_FROM_SCRATCH, _FROM_WEIGHTS = "pretrain", "centralised_simclr"
+_PRETRAINING = "centralised_simclr"
 #: the network of `fedssl pretrain` where time is short, and for images of how many pixels a side it was measured
 _SMALL_NETWORK, _LARGEST_SIDE = "small_convnet_512", 128
 RunFolder = Annotated[Path | None, Option(help="Folder of the run; runs/NAME-seedN by default.")]
@@ -171,8 +170,7 @@ def pretrain(
 ) -> None:
     """Train an encoder on images of your own, all in one place, without labels.
 
-    It runs the recipe pretrain on them, from model.weights centralised_simclr, and prints the `fedssl run` that does
-    the same.
+    It runs the recipe centralised_simclr on them, and prints the `fedssl run` that does the same.
     """
     settings = [word for word in words if "=" in word and not Path(word).exists()]
     first, *more = [word for word in words if word not in settings] or [""]
@@ -181,21 +179,20 @@ def pretrain(
     data = [f"data.name={'npz' if first.endswith('.npz') else 'images'}", f"data.path={first}"]
     if more:
         data.append(f"data.more_paths={json.dumps(more)}")
-    recipe = _FROM_WEIGHTS if any(word.startswith(("model.weights", "model=")) for word in settings) else _FROM_SCRATCH
     options = {"--encoder": encoder, "--minutes": minutes, "--output": output}
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     try:
-        settings += _timed_choices(recipe, [*data, *settings], minutes)
+        settings += _timed_choices([*data, *settings], minutes)
     except KeyboardInterrupt:
         print_text("\nStopped before the run began; nothing was written.")
         raise Exit(130) from None
-    same = ["fedssl", "run", recipe, *data, *settings, *given, *(["--overwrite"] if overwrite else [])]
+    same = ["fedssl", "run", _PRETRAINING, *data, *settings, *given, *(["--overwrite"] if overwrite else [])]
     print_text(f"The same as: {shlex.join(same)}")
-    run(recipe, [*data, *settings], output, minutes=minutes, overwrite=overwrite, encoder=encoder)
+    run(_PRETRAINING, [*data, *settings], output, minutes=minutes, overwrite=overwrite, encoder=encoder)
 
 
-def _timed_choices(name: str, settings: Sequence[str], minutes: float | None) -> list[str]:
-    """Return settings with which this machine trains a recipe on more images, by timed steps, and print them.
+def _timed_choices(settings: Sequence[str], minutes: float | None) -> list[str]:
+    """Return settings with which this machine trains on more images, by timed steps, and print them.
 
     The precision is bfloat16 where a step in it takes four fifths of float32's time or less. The network is a small one
     where the preset's would see images of at most 128 pixels too rarely in that time.
@@ -208,7 +205,7 @@ def _timed_choices(name: str, settings: Sequence[str], minutes: float | None) ->
     with ExitStack() as quiet, suppress(Exception):  # what fails here fails in the run, which says why
         logging.disable(logging.WARNING)  # the run warns of the same
         quiet.callback(logging.disable, logging.NOTSET)
-        recipe = load_recipe(name, settings)
+        recipe = load_recipe(_PRETRAINING, settings)
         data = training_data(recipe.data, recipe.seed, None)
         assert data is not None
         images, side = len(data.train_images), max(data.train_images.shape[2:])
@@ -222,7 +219,7 @@ def _timed_choices(name: str, settings: Sequence[str], minutes: float | None) ->
         as_long["training"] |= {"local_epochs": 1, "local_steps": None}
         given = any(setting.startswith(("architectures", "rounds")) for setting in settings)
         if not given and network != _SMALL_NETWORK and side <= _LARGEST_SIDE and too_short(as_long, images):
-            small = load_recipe(name, [*settings, f"architectures=[{_SMALL_NETWORK}]"])
+            small = load_recipe(_PRETRAINING, [*settings, f"architectures=[{_SMALL_NETWORK}]"])
             faster, precision = _step_seconds(small, data, settings)
             print_text(
                 f"With --minutes {minutes:g} {network} would see each image {passes(step):.3g} times, which is too "

@@ -47,7 +47,7 @@ OTHER_STEPS = ["fedu2 training.precision=bfloat16", "fedu2 training.local_steps=
 
 
 def small(name: str, *more: str) -> Recipe:
-    clients = 1 if name.startswith(("centralised", "pretrain", "scratch")) else 2
+    clients = 1 if name.startswith(("centralised", "scratch")) else 2
     return load_recipe(name, [*SMALL, f"partition={{name: iid, clients: {clients}}}", *PARTS.get(name, []), *more])
 
 

@@ -55,7 +55,7 @@ def test_recipes_hold_nothing_that_belongs_to_the_data():
         assert OF_THE_DATA & set(values) == expected.get(name, set()), name
         assert set(values.get("augmentation", {})) <= {"name"}, name
         assert values.get("architectures", "several") == "several", name
-        assert name.startswith(("centralised_", "pretrain", "scratch")) or "partition" not in values, name
+        assert name.startswith(("centralised_", "scratch")) or "partition" not in values, name
 
 
 def test_all_images_of_ones_own_are_dealt_where_no_part_uses_public_images(tmp_path):
