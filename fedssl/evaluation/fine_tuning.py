@@ -24,7 +24,6 @@ from ..models.trained_part import merged
 from ..options import Options
 from ..randomness import generators_set_to, seed_for
 from .features import device_of, extract_features, extract_outputs
-from .rand_augment import rand_augment
 
 Augmentation = Literal["none", "crop_and_flip", "rand_augment"]
 
@@ -257,7 +256,10 @@ def _preparation(
             _CROP_AND_FLIP, images, rows, key._replace(epoch=epoch), device, count=1
         )[0]
     if augmentation == "rand_augment":
-        return lambda images, rows, epoch: normalize(rand_augment(images))
+        from torchvision.transforms import RandAugment  # here, as importing it takes a second
+
+        one = RandAugment()  # which gives a batch one set of operations
+        return lambda images, rows, epoch: normalize(torch.stack([one(image) for image in images]))
     return lambda images, rows, epoch: normalize(images)
 
 

@@ -8,9 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torchvision.transforms import RandAugment
 
 from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
@@ -29,12 +27,10 @@ from fedssl.evaluation.fine_tuning import (
     learning_rate_factor,
     semi_supervised_accuracy,
 )
-from fedssl.evaluation.rand_augment import rand_augment
 from fedssl.models.model import Model
 from fedssl.reports.evaluation import write_evaluation
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.evaluation.conftest import TinyEncoder, bright_quarters
-from tests.fedssl.test_synchronisations import Operations
 
 SCORES = ["accuracy", "per_class_accuracy", "precision", "recall", "f1"]
 
@@ -287,39 +283,3 @@ def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path):
     np.savez(tmp_path / "b.npz", **arrays | {"x_val": np.zeros((6, 9, 9), np.uint8)})
     with pytest.raises(UserError, match="validation images are 1x9x9"):
         load_dataset(DataOptions(name="npz", path=tmp_path / "b.npz"), 0)
-
-
-# RandAugment of a batch against torchvision's, which takes one image at a time
-
-
-def blurred(count, channels, height, width):
-    """Images that use a part of the grey values, some of them one value alone, as equalising treats these apart."""
-    coarse = 255 * torch.rand(count, channels, height // 8 + 1, width // 8 + 1)
-    images = F.interpolate(coarse, (height, width), mode="bilinear").to(torch.uint8)
-    images[::7] = images[::7, :, :1, :1]
-    return images
-
-
-@pytest.mark.parametrize(("channels", "height", "width"), [(1, 8, 8), (3, 40, 24)])
-def test_a_batch_is_torchvisions_images_bit_for_bit(channels, height, width):
-    torch.manual_seed(0)
-    images, one = blurred(150, channels, height, width), RandAugment()
-    given = images.clone()
-    torch.manual_seed(1)
-    expected, state = torch.stack([one(image) for image in images]), torch.get_rng_state()
-    torch.manual_seed(1)
-    assert torch.equal(rand_augment(images), expected)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(images, given)
-    assert (expected != images).flatten(1).any(1).sum() > 100
-
-
-def test_more_images_take_no_more_operations_but_their_draws():
-    """Each image draws two operations, each by two numbers at the most, which are drawn and read."""
-    counts = []
-    for images in (500, 1000):
-        with Operations() as dispatched:
-            torch.manual_seed(0)
-            rand_augment(torch.zeros(images, 1, 8, 8, dtype=torch.uint8))
-        counts.append(len(dispatched.names))
-    assert counts[1] - counts[0] <= 500 * 2 * 2 * 2
