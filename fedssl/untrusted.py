@@ -8,7 +8,7 @@ import re
 import shlex
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -127,6 +127,12 @@ def printable(text: str | Path, keep: str = "") -> str:
         return character if character in keep else character.encode("unicode_escape").decode("ascii")
 
     return _CONTROLS.sub(escape, str(text))
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names, separated by commas, and how many more there are."""
+    shown = ", ".join(map(printable, names[:most])) if names else "(none)"
+    return f"{shown}, and {len(names) - most} more" if len(names) > most else shown
 
 
 def quoted(path: Path) -> str:

@@ -4,12 +4,12 @@ import logging
 import os
 import stat
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from ..errors import UserError
-from ..untrusted import printable
+from ..untrusted import listed, printable
 
 DICOM_SUFFIXES = (".ima", ".dcm", ".dicom")
 
@@ -61,12 +61,6 @@ _LOGGER = logging.getLogger("fedssl.data")
 def notify(text: str) -> None:
     """Show the user one line of text."""
     _LOGGER.warning("fedssl: %s", text)
-
-
-def listed(names: Sequence[str], most: int = 10) -> str:
-    """Return the first names, separated by commas, and how many more there are."""
-    shown = ", ".join(map(printable, names[:most])) if names else "(none)"
-    return f"{shown}, and {len(names) - most} more" if len(names) > most else shown
 
 
 def first_line(error: BaseException) -> str:

@@ -25,13 +25,12 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.run import Run
 from flwr.supernode import start_client_internal
 
-from ..data.files import listed
 from ..engines.flower.site_options import load_site
 from ..errors import UserError, installed_distribution
 from ..run_folder.creation import default_folder
 from ..run_folder.storage import make_folder, write_atomically
 from ..templates import fill_template
-from ..untrusted import own_parts, printable
+from ..untrusted import listed, own_parts, printable
 
 if TYPE_CHECKING:
     from ..recipe.recipe import Recipe

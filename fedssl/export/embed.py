@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.files import IMAGE_SUFFIXES, kind_of, list_files, listed, notify_of_left_out, remedy
+from ..data.files import IMAGE_SUFFIXES, kind_of, list_files, notify_of_left_out, remedy
 from ..data.image_files import BrokenImageError, image_kind, read_pixels
 from ..data.npz import images_in
 from ..data.pixels import Window, in_channels, resize
@@ -22,7 +22,7 @@ from ..federation import device_named
 from ..models.encoders import PatchFeatures
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, make_folder, require_file_name, write_atomically
-from ..untrusted import printable, quoted
+from ..untrusted import listed, printable, quoted
 from .encoder_folder import is_encoder_folder, read_encoder
 from .trained_encoder import TrainedEncoder
 

@@ -19,10 +19,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from ..data.files import listed
 from ..errors import UserError, explained
 from ..options import Options
-from ..untrusted import quoted, read_regular_file
+from ..untrusted import listed, quoted, read_regular_file
 from .encoders import STEMS, Encoder, Stem, build_encoder, has_small_image_stem, stored_stem
 
 

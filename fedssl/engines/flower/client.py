@@ -22,12 +22,11 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from fedkernels import __version__
 
-from ...data.files import listed
 from ...errors import SendableError, UserError
 from ...federation import Federation
 from ...messages import Message
 from ...recipe.reading import load_recipe
-from ...untrusted import printable
+from ...untrusted import listed, printable
 from ..rounds import evaluate_after
 from .failures import failure_reason
 from .messenger import MOST_REASONS, config_of, one_line

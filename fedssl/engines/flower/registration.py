@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedkernels import __version__
 
-from ...data.files import listed
 from ...errors import UserError
 from ...federation import Federation
 from ...recipe.recipe import FlowerOptions
 from ...recipe.rules import public_image_users
+from ...untrusted import listed
 from ..observers import Observer
 from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, NodeAnswer, config_of, growing_pauses
 from .site_keys import VARIABLE, bound_clients, read_manifest
