@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fedssl.recipe.recipe import Recipe
+from fedssl.run_folder.creation import Checkpoint, write_manifest
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.tables.table import Table
 
@@ -62,11 +62,5 @@ def write_run(
         for number, k, reason in refused:
             directory.append_refused(number, {k: reason})
         lengths = {file.name: file.stat().st_size for file in path.glob("[mr]e*.csv")}
-        manifest: dict[str, Any] = {
-            "round": last,
-            "files": {},
-            "lengths": lengths,
-            "finished": last == recipe.rounds,
-        }
-        (path / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))
+        write_manifest(path, Checkpoint(round=last, lengths=lengths, finished=last == recipe.rounds))
     return RunDirectory.open(path)

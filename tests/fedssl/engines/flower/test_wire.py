@@ -56,7 +56,7 @@ def changed(array: bytes | None, names: object) -> RecordDict:
 
 
 WHOLE = bytes(changed(None, ["a", "b"])["tensors"]["safetensors"].data)
-LARGER = WHOLE.replace(b"[2, 3]", b"[2, 9]")
+LARGER = WHOLE.replace(b"[2,3]", b"[2,9]")
 COMPLEX = safetensors_bytes({"a": torch.ones(1, dtype=torch.complex64)})
 
 
