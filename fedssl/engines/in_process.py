@@ -35,6 +35,9 @@ def _run(federation: Federation, directory: RunDirectory, observer: Observer) ->
 _ENGINE = Engine(build_federation, _run)
 run, resume = _ENGINE.run, _ENGINE.resume
 
+#: a model's measures by name, and its spectrum
+_Measured = tuple[dict[str, float], Tensor]
+
 
 class LocalClients(Clients):
     """Clients in this process, one after another."""
@@ -42,6 +45,7 @@ class LocalClients(Clients):
     def __init__(self, federation: Federation, directory: RunDirectory, observer: Observer):
         self._federation, self._directory, self._observer = federation, directory, observer
         self._trainer = ClientTrainer(federation)
+        self._measured: dict[int, _Measured] = {}  # between rounds; of clients that have not trained since
 
     def discard(self, index: int) -> None:
         self._directory.discard_client(index)
@@ -53,11 +57,19 @@ class LocalClients(Clients):
         replies: dict[int, Message] = {}
         for k, (replies[k], state) in self._each(sent, number, sent):
             self._directory.write_client(k, number, state)
+            self._measured.pop(k, None)
         return replies, {}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
-        for k, (measures, spectrum) in self._each(range(len(self._federation.client_rows)), number):
-            yield k, measures, spectrum
+        known = self._known(number)
+        clients = range(len(self._federation.client_rows))
+        known |= self._each([k for k in clients if k not in known], number)
+        for k in clients:
+            yield k, *known[k]
+
+    def _known(self, number: int) -> dict[int, _Measured]:
+        """Return where measures of unchanged models are kept: before and after training more is measured."""
+        return self._measured if 0 < number < self._federation.recipe.rounds else {}
 
     def _each(
         self, clients: Collection[int], number: int, sent: dict[int, Message] | None = None

@@ -10,6 +10,8 @@ from statistics import fmean
 import torch
 
 from ..accounting import StepCost
+from ..aggregators.base import PUBLIC_IMAGES
+from ..client import Client
 from ..errors import UserError
 from ..federation import Federation, build_federation
 from ..messages import Message
@@ -36,10 +38,12 @@ class Pace:
     flops: float  # of such a step
     steps: float  # of all clients in one round
     parallel: int  # how many clients train at a time
+    others: float = 0.0  # seconds of a round in which public images are represented and the server aggregates
+    before: float = 0.0  # seconds before the first round, in which the same is done and the server may train
 
     def seconds(self, rounds: int) -> float:
-        """Return the seconds of the clients' steps in so many rounds."""
-        return rounds * self.steps * self.step / self.parallel
+        """Return the seconds of so many rounds, evaluations left out."""
+        return self.before + rounds * (self.others + self.steps * self.step / self.parallel)
 
 
 def step_cost(federation: Federation, k: int, seconds: float) -> tuple[float, float]:
@@ -59,7 +63,9 @@ def _step_cost(federation: Federation, k: int, number: int, seconds: float) -> t
 
     def timed(size: int, steps: int) -> tuple[float, StepCost]:
         small = _with_few_images(federation, size)
-        client, received = small.client(k, Message()), small.method.broadcast(_opened(small, k), [k], number)[k]
+        server, replies = _opening(small, [k])
+        opened = small.method.aggregate(server, replies, 0) if replies else server
+        client, received = small.client(k, Message()), small.method.broadcast(opened, [k], number)[k]
         began = time.perf_counter()
         _, cost = small.method.counted_round(client, received, number, most_steps=steps)
         return _since(began, federation), cost
@@ -89,15 +95,18 @@ def _since(began: float, federation: Federation) -> float:
     return time.perf_counter() - began
 
 
-def _with_few_images(federation: Federation, size: int) -> Federation:
-    """Return the federation with batches of so many images, the images of some of them, and a step's public images."""
+def _with_few_images(federation: Federation, size: int, public_images: int = 0) -> Federation:
+    """Return the federation with batches of so many images, the images of some of them, and so many public images.
+
+    By default there are as many public images as a step takes.
+    """
     method, dataset, whole = federation.method, federation.dataset, federation.method.training.batch_size
     training = method.training.model_copy(update=_TIMED | {"batch_size": size})
     terms = tuple(
         r.model_copy(update={"batch_size": max(2, r.batch_size * size // whole)}) if hasattr(r, "batch_size") else r
         for r in method.regularizers
     )
-    taken = max(_FEWEST_PUBLIC_IMAGES, 0, *(getattr(r, "batch_size", 0) for r in terms))
+    taken = public_images or max(_FEWEST_PUBLIC_IMAGES, 0, *(getattr(r, "batch_size", 0) for r in terms))
     public = None if dataset.public_images is None else dataset.public_images[:taken]
     short = method.with_short_server_training()
     return replace(
@@ -108,35 +117,87 @@ def _with_few_images(federation: Federation, size: int) -> Federation:
     )
 
 
-def _opened(federation: Federation, k: int) -> Message:
-    """Return the server's state before round 1, where client k alone has answered in the opening round, if any."""
-    method = federation.method
+def _opening(federation: Federation, clients: list[int]) -> tuple[Message, dict[int, Message]]:
+    """Return the server's first state, and the clients' answers in the opening round, if there is one.
+
+    One model of each architecture answers for all its clients.
+    """
+    method, first, replies = federation.method, dict[str, Client](), dict[int, Message]()
     server = method.initial_state()
-    if not method.opening_round:
-        return server
-    received = method.broadcast_opening(server, [k])[k]
-    return method.aggregate(server, {k: method.client_round(federation.client(k, Message()), received, 0)}, 0)
+    sent = method.broadcast_opening(server, clients) if method.opening_round else {}
+    for k, message in sent.items():
+        name = federation.recipe.architecture_of(k)
+        first[name] = replace(first[name], index=k) if name in first else federation.client(k, Message())
+        replies[k] = method.client_round(first[name], message, 0)
+    return server, replies
+
+
+def _opening_seconds(federation: Federation, k: int, seconds: float) -> float:
+    """Return the seconds of client k's opening round, by as many public images as that time holds.
+
+    What it sends in it, it sends again in later rounds.
+    """
+    public = federation.dataset.public_images
+    whole = _FEWEST_PUBLIC_IMAGES if public is None else len(public)
+
+    def timed(count: int) -> float:
+        small = _with_few_images(federation, _SMALLEST_BATCH, count)
+        client, method = small.client(k, Message()), small.method
+        received = method.broadcast_opening(method.initial_state(), [k])[k]
+        began = time.perf_counter()
+        method.client_round(client, received, 0)
+        return _since(began, federation)
+
+    count, taken = _largest(timed, _FEWEST_PUBLIC_IMAGES, whole, seconds)
+    return taken * whole / count
+
+
+def _server_seconds(federation: Federation) -> float:
+    """Return the seconds in which the server joins the clients' answers and makes messages of them.
+
+    The answers are those on few public images, with random numbers in place of what all of them would give.
+    """
+    everyone = list(range(len(federation.client_rows)))
+    server, replies = _opening(_with_few_images(federation, _SMALLEST_BATCH), everyone)
+    method, generator = replace(federation.method, transport="float32"), torch.Generator().manual_seed(0)
+    for k, reply in replies.items():
+        for aggregator in method.aggregators:
+            for name, shape in (aggregator.expected(server, k, []) or {}).items():
+                if shape[0] == PUBLIC_IMAGES:
+                    sizes = method.sizes[PUBLIC_IMAGES], *reply.tensors[name].shape[1:]
+                    reply.tensors[name] = torch.randn(sizes, generator=generator)
+    began = time.perf_counter()
+    method.broadcast(method.aggregate(server, replies, 0), everyone, 1)
+    return time.perf_counter() - began
 
 
 def measure_pace(federation: Federation, seconds: float) -> Pace:
     """Train models that are thrown away about so long; the run's own numbers stay as they were."""
-    recipe, threads = federation.recipe, torch.get_num_threads()
+    recipe, method, threads = federation.recipe, federation.method, torch.get_num_threads()
     clients = recipe.partition.clients
     parallel = min(recipe.clients_parallel, recipe.clients_per_round or clients)
     answering = (recipe.clients_per_round or clients) / clients * (1 - recipe.client_dropout)
     owners: dict[str, list[int]] = {}
     for k in range(clients):
         owners.setdefault(recipe.architecture_of(k), []).append(k)
-    steps, training, flops = 0, 0.0, 0.0  # of all clients, one after another
+    steps, training, flops, sending = 0, 0.0, 0.0, 0.0  # of all clients, one after another
     torch.set_num_threads(max(1, threads // parallel))
     try:
         for owned in owners.values():
             count = sum(steps_of_round(recipe.training, len(federation.client_rows[k])) for k in owned)
             step, flops_of_step = step_cost(federation, owned[0], seconds / len(owners))
             steps, training, flops = steps + count, training + count * step, flops + count * flops_of_step
+            if method.opening_round:
+                sending += len(owned) * _opening_seconds(federation, owned[0], seconds / len(owners))
     finally:
         torch.set_num_threads(threads)
-    return Pace(training / steps, flops / steps, answering * steps, parallel)
+    server = _server_seconds(federation) if method.opening_round else 0.0
+    before = server + sending / parallel
+    if method.public_images is not None:
+        passes = sum(getattr(aggregator, "epochs", 0) for aggregator in method.aggregators if aggregator.trains)
+        before += passes * max(1, len(method.public_images) // recipe.training.batch_size) * training / steps
+    others = server + answering * sending / parallel
+    return Pace(training / steps, flops / steps, answering * steps, parallel, others, before)
 
 
 def told_duration(federation: Federation) -> str | None:
@@ -149,14 +210,7 @@ def told_duration(federation: Federation) -> str | None:
         in_all = pace.seconds(recipe.rounds)
         if in_all < _SHORT:
             return None
-    users = _server_users(recipe)
-    others = f"evaluations, and what {users[0]} does with public images, come" if users else "evaluations come"
-    return f"training takes about {format_duration(in_all)} on this machine, by timed steps; {others} on top"
-
-
-def _server_users(recipe: Recipe) -> list[str]:
-    """Return the aggregators for which clients or the server work on public images beside the steps."""
-    return [aggregator.name for aggregator in recipe.aggregators if aggregator.needs_public_images]
+    return f"training takes about {format_duration(in_all)} on this machine, by timed steps; evaluations come on top"
 
 
 def _evaluation_seconds(federation: Federation) -> float:
@@ -174,14 +228,8 @@ def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
     another length, which changes nothing that it trains; else a round is what the recipe says.
 
     Raises:
-        UserError: the schedule's stages take different times, or an aggregator uses public images beside the steps that
-            are timed, so the rounds cannot be told.
+        UserError: the schedule's stages take different times, so the rounds cannot be told.
     """
-    if users := _server_users(recipe):
-        raise UserError(
-            f"--minutes does not go with aggregator {users[0]}, for which clients or the server also work on public "
-            "images: give rounds"
-        )
     if recipe.schedule.cuts or not recipe.schedule.trains:
         raise UserError(
             f"--minutes does not go with schedule {recipe.schedule.name}, whose rounds take different times or train "
@@ -189,8 +237,8 @@ def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
         )
     federation = build_federation(recipe)
     pace, evaluations = measure_pace(federation, _SECONDS_FOR_ROUNDS), _evaluation_seconds(federation)
-    left = max(0.0, 60 * minutes - (time.perf_counter() - began) - evaluations)
-    held = left / pace.seconds(1)
+    left = max(0.0, 60 * minutes - (time.perf_counter() - began) - evaluations - pace.before)
+    held = left / (pace.seconds(1) - pace.before)
     if not recipe.local_update.keeps_optimizer:
         return recipe.model_copy(update={"rounds": max(1, int(held))})
     steps_of_pass = len(federation.client_rows[0]) // recipe.training.batch_size

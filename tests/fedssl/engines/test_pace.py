@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fedssl.accounting import StepCost
@@ -20,11 +22,11 @@ CENTRAL = {
 }
 
 
-def within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1):
+def within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1, **others):
     """The recipe for so many minutes where a step takes `step` seconds, after nearly 10 have passed."""
     federation = build_federation(recipe)
     steps = sum(len(rows) // recipe.training.batch_size for rows in federation.client_rows)
-    measured = Pace(step, 0.0, steps * recipe.training.local_epochs, parallel)
+    measured = Pace(step, 0.0, steps * recipe.training.local_epochs, parallel, **others)
     monkeypatch.setattr(pace, "measure_pace", lambda federation, seconds: measured)
     monkeypatch.setattr(pace, "_evaluation_seconds", lambda federation: evaluations)
     monkeypatch.setattr(pace.time, "perf_counter", lambda: 109.99)
@@ -36,6 +38,7 @@ def test_federated_rounds_stay_as_long_as_they_are(tiny, monkeypatch):
     timed = within(monkeypatch, recipe, 1, step=0.1)
     assert timed == recipe.model_copy(update={"rounds": 50})  # 30 of 60 seconds are left, and a round takes 0.6
     assert within(monkeypatch, recipe, 1, step=0.1, parallel=2).rounds == 100
+    assert within(monkeypatch, recipe, 1, step=0.1, others=0.4, before=10.0).rounds == 20  # 20 are left, at 1.0 a round
     assert within(monkeypatch, recipe, 0.1, step=0.1).rounds == 1  # no time is left, and a run has a round
 
 
@@ -53,12 +56,9 @@ def test_a_central_run_pauses_some_twenty_to_a_hundred_times(step, rounds, epoch
     assert (timed.rounds, timed.training.local_epochs, timed.training.local_steps) == (rounds, epochs, local_steps)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"), [(LW_FEDSSL, "schedule layer_wise"), (ALIGNED, "aggregator representation_mean")]
-)
-def test_rounds_that_steps_do_not_tell_are_refused(changes, says, tiny):
-    with pytest.raises(UserError, match=f"--minutes does not go with {says}"):
-        recipe_within(tiny(**changes), 1, 0.0)
+def test_a_schedule_whose_rounds_differ_is_refused(tiny):
+    with pytest.raises(UserError, match=r"--minutes does not go with schedule layer_wise"):
+        recipe_within(tiny(**LW_FEDSSL), 1, 0.0)
 
 
 @pytest.fixture
@@ -99,6 +99,31 @@ def test_a_batch_is_timed_that_is_not_too_large(seconds, sizes, step, clock, tin
     federation = build_federation(tiny(**values))
     assert pace.step_cost(federation, 0, seconds) == (pytest.approx(step), 400)
     assert clock == sizes
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_round_also_represents_public_images_and_joins_them(now, tiny, monkeypatch):
+    """Of images in 2 seconds each, with 0.5 seconds for the server's messages and 3 where it joins the answers."""
+    federation = build_federation(tiny(**ALIGNED, **SMALL))
+    recipe, images, method = federation.recipe, len(federation.dataset.public_images), type(federation.method)
+    taken = {"client_round": lambda self: 2.0 * len(self.public_images), "aggregate": lambda self: 3.0}
+
+    def passing(name, seconds):
+        call = getattr(method, name)
+
+        def passes(self, *given):
+            now[0] += seconds(self)
+            return call(self, *given)
+
+        monkeypatch.setattr(method, name, passes)
+
+    for name, seconds in (taken | {"broadcast": lambda self: 0.5}).items():
+        passing(name, seconds)
+    clients = recipe.partition.clients
+    found = measure_pace(federation, 1e-3)
+    assert found.before == found.others == pytest.approx(3.5 + clients * 2.0 * images)
+    half = replace(federation, recipe=recipe.model_copy(update={"client_dropout": 0.5}))
+    assert measure_pace(half, 1e-3).others == pytest.approx(3.5 + clients * images)
 
 
 def test_of_stages_the_mean_of_the_first_and_the_last_is_told(clock, tiny):
