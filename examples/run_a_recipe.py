@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fedssl
 
-OVERRIDES = ["rounds=2", "partition.clients=3", "partition.classes_per_client=4", "architectures=[small_convnet]"]
+OVERRIDES = ["rounds=2", "partition={name: disjoint_classes, clients: 3, classes_per_client: 4}", "architectures=[small_convnet]"]
 
 
 def main() -> None:

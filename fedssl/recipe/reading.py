@@ -14,9 +14,23 @@ from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run_folder.directory import RunDirectory
 from ..untrusted import MOST_BYTES, PART_KEYS, own_part_file, own_parts, parse_yaml, read_regular_file
 from .overrides import DEFAULT_AUGMENTATION, read_values, with_paths_from
-from .presets import AppliedPreset, apply_preset, with_overrides
+from .presets import AppliedPreset, apply_preset, parts_in, with_overrides
 from .recipe import Recipe
 from .rules import privacy_problem
+
+#: options that every run stored before they went, by the mapping or part that had them, with what now always holds
+_GONE: dict[str, dict[str, Any]] = {
+    "training": {"processes": 1, "join_views": False},
+    "flower": {"cpus": None, "client_cpus": 1, "client_gpus": 0.0, "object_store_megabytes": None},
+    "mae": {"crop_and_flip_only": True},
+    "supervised": {"mild_augmentation": True},
+    "cka_alignment": {"statistics": "batch"},
+    "representation_mean": {"bandwidth": 1.0, "send": "auto", "statistics": "running", "batch_size": 500}
+    | {"weights": None},
+    "orchestra_clusters": {"average_target": True},
+    "sliced_uniformity": {"tangent_spaces": None, "scale": "released"},
+    "fine_tune": {"rand_augment": True},
+}
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
@@ -76,6 +90,7 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
     """
     file = directory.path / "recipe.yaml"
     values = read_values(file)
+    _leave_out_gone(values)
     as_written = own_parts(parse_yaml(read_regular_file(file, MOST_BYTES).decode(), str(file)))
     for name in [] if trust else own_parts(values):
         if defined_elsewhere(name):
@@ -90,6 +105,19 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
                 "--trust to use it as it is"
             )
     return parse_recipe(values, str(file))
+
+
+def _leave_out_gone(values: dict[str, Any]) -> None:
+    """Remove the options that are gone where they have the value that now always holds; the checks refuse others."""
+    values.pop("client_states", None)  # no result depended on it
+    evaluation = values.get("evaluation")
+    fine_tune = evaluation.get("fine_tune") if isinstance(evaluation, dict) else None
+    mappings = [("training", values.get("training")), ("flower", values.get("flower")), ("fine_tune", fine_tune)]
+    mappings += [(part["name"], part) for _, part in parts_in(values)]
+    for name, mapping in mappings:
+        for option, still in _GONE.get(name, {}).items():
+            if isinstance(mapping, dict) and mapping.get(option, ...) == still:
+                del mapping[option]
 
 
 def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:

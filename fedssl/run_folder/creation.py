@@ -32,7 +32,7 @@ class EarlierCheckpoint(Options):
     round: int = Field(-1, ge=-1)  # -1 before the first commit
     files: dict[str, _StateFile] = Field({})  # by owner
     lengths: dict[_Log, Annotated[int, Field(ge=0)]] = Field({})  # committed bytes
-    digests: dict[str, _Digest] = Field({})  # of what a resume relies on
+    digests: dict[str, _Digest] = Field({})  # of what a resume relies on; empty in folders of earlier versions
     value: float | None = Field(None)  # of the measure by which the best round is chosen; higher is better
     best: EarlierCheckpoint | None = Field(None)  # the best round by then, with its models' states alone
 
@@ -57,7 +57,8 @@ def read_manifest(path: Path) -> Checkpoint:
     file = path / "checkpoints" / "manifest.json"
     try:
         values = json.loads(read_regular_file(file))
-        if values.pop("digest", None) != _digest_of_values(values):
+        digest = values.pop("digest", None)  # earlier versions wrote none
+        if digest is not None and digest != _digest_of_values(values):
             raise ValueError("it was changed or is damaged; put back the file as the run wrote it")
         return Checkpoint.model_validate(values)
     except (FileNotFoundError, NotADirectoryError):

@@ -286,9 +286,9 @@ class RunDirectory:
         )
 
     def _digest_of_state(self, name: str) -> str | None:
-        """Return a state's SHA-256; None if a site keeps it."""
+        """Return a state's SHA-256; None if a site keeps it, or an earlier version without digests committed it."""
         known = self._digests.get(name) or self.checkpoint.digests.get(name)
-        if known or self.clients_elsewhere:
+        if known or name in self.checkpoint.files.values() or self.clients_elsewhere:
             return known
         return digest_of(self.checkpoints / name)  # a simulated client wrote it
 
@@ -334,7 +334,10 @@ class RunDirectory:
                 sync_path(self.path)
 
     def require_unchanged(self, but: Collection[str] = ()) -> None:
-        """Raise UserError unless the files, but those in `but`, are as the run wrote them; the logs may be longer."""
+        """Raise UserError unless the files, except those in `but`, are as the run wrote them; the logs may be longer.
+
+        In folders of earlier versions, which hold no digests, only the logs' lengths are checked.
+        """
         if not is_run_folder(self.path):
             raise UserError(
                 f"{self.path} holds no checkpoints/manifest.json, so the run cannot be continued: put back the "
@@ -343,7 +346,7 @@ class RunDirectory:
         for name, digest in self.checkpoint.digests.items():
             if name not in but:
                 self._refuse_change(name, digest, self.checkpoint.lengths.get(name))
-        for name, length in self.checkpoint.lengths.items():  # timings.csv has no digest
+        for name, length in self.checkpoint.lengths.items():
             path = self.path / name
             size = path.stat().st_size if path.is_file() else 0
             if size < length:

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import fedkernels
 import fedssl
@@ -23,8 +24,8 @@ from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.export.trained_encoder import encoder_of_run
 from fedssl.messages import Message
-from fedssl.recipe.changes import consequences
-from fedssl.recipe.reading import parse_recipe
+from fedssl.recipe.changes import changed_recipe, consequences
+from fedssl.recipe.reading import load_stored_recipe, parse_recipe
 from fedssl.reports.report import write_report
 from fedssl.run_folder import directory
 from fedssl.run_folder.directory import RunDirectory
@@ -271,3 +272,28 @@ def test_a_layer_wise_run_has_no_more_rounds(finished, tiny, tmp_path):
     with pytest.raises(UserError, match=r"rounds is 4, but 2 stages of schedule\.rounds_per_stage 1 take 2"):
         resume(path, overrides=["rounds=4"])
     assert read_run(path).finished
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "still", "other"),
+    [
+        ("training", "processes", 1, 2),
+        ("flower", "client_cpus", 1, 2),
+        ("regularizers.0", "statistics", "batch", "running"),
+        ("aggregators.0", "weights", None, [1.0, 2.0]),
+    ],
+)
+def test_a_stored_option_that_is_gone_is_left_out_or_refused_by_its_name(section, option, still, other, tiny, tmp_path):
+    """Every run before stored it. The run goes on where what it had is what now always holds."""
+    recipe = tiny(**ALIGNED)
+    for number, value in enumerate((still, other)):
+        values = recipe.model_dump(mode="json") | {"client_states": "memory"}
+        key, _, position = section.partition(".")
+        (values[key][int(position)] if position else values[key])[option] = value
+        directory = RunDirectory.create(tmp_path / str(number), {"recipe.yaml": yaml.safe_dump(values)})
+        if value == still:
+            assert load_stored_recipe(directory) == recipe
+            assert changed_recipe(directory.path / "recipe.yaml", recipe, ["rounds=9"], done=1)[0].rounds == 9
+        else:
+            with pytest.raises(UserError, match=rf"{section}\.{option}: unknown key"):
+                load_stored_recipe(directory)

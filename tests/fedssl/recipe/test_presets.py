@@ -176,7 +176,7 @@ def test_image_files_are_brought_to_one_size_by_their_headers(tmp_path, sizes, m
     for i, size in enumerate(sizes):
         picture(tmp_path / "train" / "a" / f"{i}.png", size, mode)
     picture(tmp_path / "test" / "a" / "0.png", (8, 8))
-    seen = summarise({"name": "images", "labels": "folders", "path": str(tmp_path)})
+    seen = summarise({"name": "folder", "path": str(tmp_path)})
     assert seen == DataSummary(len(sizes), 3 if mode == "RGB" else 1, side, True, True)
     recipe = load_recipe("fedbyol", [f"data={{name: folder, path: {tmp_path}}}"])
     assert recipe.data.image_size == side

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ def begun(tiny, tmp_path_factory) -> tuple[Path, Path]:
     for number in range(40):
         split, kind = "train" if number < 30 else "test", "ab"[number % 2]
         save_array(folder / "images" / split / kind / f"{number:02}.bmp", random_pixels(8, 8, seed=number))
-    data = {"name": "images", "labels": "folders", "path": str(folder / "images"), "image_size": 8}
+    data = {"name": "folder", "path": str(folder / "images"), "image_size": 8}
     recipe = tiny(**AVERAGED, data=data, partition={"name": "iid", "clients": 3}, evaluation=SMALL["evaluation"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -103,6 +104,35 @@ def test_a_changed_run_is_not_continued_and_nothing_in_it_is_lost(change, run):
     assert file.name in str(caught.value)
     assert "\n" not in str(caught.value)
     assert everything(run) == before
+
+
+def without_digests(path: Path) -> None:
+    """Make the manifest what an earlier version wrote."""
+    file = path / "checkpoints" / "manifest.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({key: values[key] for key in ("round", "files", "lengths", "finished")}))
+
+
+def test_a_run_of_an_earlier_version_is_continued_and_holds_digests_from_then_on(run):
+    """A finished run is told of changes, too."""
+    without_digests(run)
+    assert read_run(run).last_round == 1
+    assert resume(run).checkpoint.finished
+    RunDirectory.open(run).require_unchanged()
+    with_a_flipped_bit(file_of(run, "server"))
+    with pytest.raises(UserError, match=r"server.*was changed"):
+        resume(run)
+    with_crlf(run / "metrics.csv")
+    for call in (resume, read_run):
+        with pytest.raises(UserError, match=r"metrics\.csv was changed since the run wrote it"):
+            call(run)
+
+
+def test_a_run_of_an_earlier_version_whose_log_is_too_short_is_refused(run):
+    without_digests(run)
+    without_a_line(run / "metrics.csv")
+    with pytest.raises(UserError, match=r"metrics\.csv has \d+ bytes, but \d+ were committed"):
+        resume(run)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +213,7 @@ def test_a_folder_that_is_a_link_is_not_written_to(run, tmp_path):
 
 @pytest.mark.parametrize("line", ["1,²,knn,3", "1,../x,knn,3", "²,0,knn,3", "-1,0,knn,3", f"1,{'9' * 5000},k,3"])
 def test_metrics_with_a_line_that_no_run_writes_are_told(line, run):
+    without_digests(run)
     (run / "checkpoints" / "manifest.json").unlink()
     with open(run / "metrics.csv", "a") as file:
         file.write(f"{line}\n")
