@@ -9,7 +9,8 @@ from pathlib import Path
 
 import fedssl
 
-OVERRIDES = ["rounds=2", "partition={name: disjoint_classes, clients: 3, classes_per_client: 4}", "architectures=[small_convnet]"]
+PARTITION = "partition={name: disjoint_classes, clients: 3, classes_per_client: 4}"
+OVERRIDES = ["rounds=2", PARTITION, "architectures=[small_convnet]"]
 
 
 def main() -> None:
