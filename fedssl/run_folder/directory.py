@@ -45,6 +45,7 @@ from .storage import (
     make_folder,
     read_csv,
     read_message,
+    remove_files,
     sync_path,
     write_atomically,
     write_message,
@@ -415,8 +416,7 @@ class RunDirectory:
         ours = re.compile(rf"{STATE_FILE}(\.partial)?|manifest\.json\.partial")
         with writing(self.checkpoints):
             unused = [name for name in os.listdir(self.checkpoints) if name not in used and ours.fullmatch(name)]
-            for name in unused:
-                (self.checkpoints / name).unlink(missing_ok=True)
+            remove_files(self.checkpoints, unused)
 
 
 def _metric_row(row: dict[str, str]) -> MetricRow:

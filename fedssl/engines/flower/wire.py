@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...errors import SendableError, UserError
 from ...messages import Message
-from ...run_folder.storage import safetensors_bytes, safetensors_of
+from ...run_folder.storage import safetensors_of, safetensors_parts
 
 _FORMAT = "safetensors"  # Flower's own is NumPy's, which has no bfloat16
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
@@ -48,7 +48,7 @@ def to_records(message: Message) -> RecordDict:
     `tensors` has one array, and `layout` the tensors' names in their order, which a safetensors file does not keep. The
     others are the message's.
     """
-    data = safetensors_bytes(message.tensors)
+    data = b"".join(safetensors_parts(message.tensors, {}))
     arrays, layout = {_FORMAT: Array("uint8", (len(data),), _FORMAT, data)}, {"names": list(message.tensors)}
     contents = (arrays, layout, _plain_numbers(message.numbers), dict(message.config), _plain_numbers(message.metrics))
     return RecordDict({name: kind(values) for (name, kind), values in zip(_RECORDS.items(), contents, strict=True)})

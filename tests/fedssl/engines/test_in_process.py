@@ -253,6 +253,7 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, t
     with monkeypatch.context() as patch:
         patch.setattr(storage.os, "fsync", dying(os.fsync))
         patch.setattr(storage.os, "replace", dying(os.replace))
+        patch.setattr(storage, "_AT_A_TIME", 1)  # so that it is always the same file
         # a killed process cleans nothing up
         patch.setattr("shutil.rmtree", lambda *a, **k: None)
         with pytest.raises(Killed):

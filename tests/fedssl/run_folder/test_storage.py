@@ -22,6 +22,7 @@ from fedssl.run_folder.storage import (
     make_folder,
     read_csv,
     read_message,
+    remove_files,
     write_atomically,
     write_message,
 )
@@ -150,6 +151,16 @@ def test_all_files_are_flushed_and_their_folder_last(tmp_path, monkeypatch):
     assert flushed[-1] == str(tmp_path)
     with pytest.raises(UserError, match="absent cannot be written: No such file"):
         flush_files(tmp_path, [*names, "absent"])
+
+
+def test_files_are_removed_and_others_stay(tmp_path):
+    for name in ("a", "b", "kept"):
+        (tmp_path / name).write_text(name)
+    remove_files(tmp_path, ["a", "b", "absent"])
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        remove_files(tmp_path, ["folder", "kept"])
 
 
 # A run read back from its folder: which value each method gives, and what counts of a folder that was cut short

@@ -18,7 +18,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
-from fedssl.run_folder.storage import safetensors_bytes
+from fedssl.run_folder.storage import safetensors_parts
 from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
 
 
@@ -56,8 +56,8 @@ def changed(array: bytes | None, names: object) -> RecordDict:
 
 
 WHOLE = bytes(changed(None, ["a", "b"])["tensors"]["safetensors"].data)
-LARGER = WHOLE.replace(b"[2,3]", b"[2,9]")
-COMPLEX = safetensors_bytes({"a": torch.ones(1, dtype=torch.complex64)})
+LARGER = WHOLE.replace(b"[2, 3]", b"[2, 9]")
+COMPLEX = b"".join(safetensors_parts({"a": torch.ones(1, dtype=torch.complex64)}, {}))
 
 
 @pytest.mark.parametrize(
