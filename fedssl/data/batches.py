@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .stored_images import Images
+from .stored_images import Images, StoredImages
 
 #: of the GPU memory that is free before training, how much a client's images may take; the network needs the rest
 RESIDENT_SHARE = 0.25
@@ -69,7 +69,7 @@ def device_batches(images: Images, batches: Iterable[Tensor], device: torch.devi
     if device.type != "cuda":
         for rows in batches:
             yield rows, images[rows].to(device)
-    elif getattr(images, "file", None) is None and images.nbytes <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]:
+    elif not isinstance(images, StoredImages) and images.nbytes <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]:
         resident = images[:].to(device)
         for rows in batches:
             yield rows, resident[rows.to(device, non_blocking=True)]

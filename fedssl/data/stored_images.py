@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from itertools import chain, islice
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
 
@@ -25,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import UserError, explained
+from ..errors import UserError
 from ..run_folder.storage import make_folder, write_atomically, writing
 from ..untrusted import printable
 from .files import ARRAY_SUFFIX, listed, notify
@@ -54,28 +55,19 @@ _SECONDS_BETWEEN_LINES = 10.0  # of progress, on stderr
 _Store = Callable[[NDArray[np.uint8]], Any]
 
 
-class StoredImages:
-    """Some rows of images [m, C, H, W], used as a tensor of them: `images[rows]`, `len`, `split`, `shape`.
-
-    They are copied when they are asked for: a client of one step need not copy all, and images that are larger than the
-    memory stay in their `file`, which is mapped, and goes on being read if it is deleted.
-    """
+class _Rows:
+    """Some rows of uint8 images [n, C, H, W], used as a tensor of them: `images[rows]`, `len`, `split`, `shape`."""
 
     dtype = torch.uint8
     device = torch.device("cpu")
 
-    def __init__(self, images: Tensor, rows: Tensor, file: Path | None = None):
-        self._images, self._rows, self.file = images, rows, file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.file is None:
-            return StoredImages, (self._images, self._rows)
-        return open_stored_images, (self.file, tuple(self._images.shape), self._rows)
+    def __init__(self, image_shape: tuple[int, ...], rows: Tensor):
+        self._image_shape, self._rows = image_shape, rows
 
     @property
     def shape(self) -> torch.Size:
         """Return [n, C, H, W]."""
-        return torch.Size((len(self._rows), *self._images.shape[1:]))
+        return torch.Size((len(self._rows), *self._image_shape))
 
     @property
     def nbytes(self) -> int:
@@ -87,13 +79,7 @@ class StoredImages:
 
     def __getitem__(self, index: Tensor | slice | int) -> Tensor:
         """Read images: uint8 [m, C, H, W] by row numbers or a slice, [C, H, W] by one row number."""
-        rows = self._rows[index]
-        # of a batch of 50 small images, index_select takes a tenth of the time of indexing
-        return self._images.index_select(0, rows) if rows.ndim else self._images[rows].clone()
-
-    def of_rows(self, index: Tensor | slice) -> StoredImages:
-        """Return the images of some rows, which are not read yet."""
-        return StoredImages(self._images, self._rows[index], self.file)
+        raise NotImplementedError
 
     def split(self, count: int) -> Iterator[Tensor]:
         """Read all images, `count` at a time."""
@@ -101,25 +87,92 @@ class StoredImages:
             yield self[start : start + count]
 
 
-#: images [n, C, H, W] in memory, or some of those in memory or in a file
-Images: TypeAlias = Tensor | StoredImages
+class StoredImages(_Rows):
+    """Images of a file, see `open_stored_images`.
+
+    Rows are read, not mapped: a limit on the address space holds, and a batch takes no more memory than itself. The
+    file stays open, so that a run goes on if it is deleted. Reading raises a UserError if the file cannot be read.
+    """
+
+    def __init__(self, file: _OpenFile, image_shape: tuple[int, ...], rows: Tensor):
+        super().__init__(image_shape, rows)
+        self._file = file
+
+    def __getitem__(self, index: Tensor | slice | int) -> Tensor:
+        rows = self._rows[index]
+        images = torch.empty((rows.numel(), *self._image_shape), dtype=torch.uint8)
+        for image, row in zip(images.numpy(), rows.reshape(-1).tolist(), strict=True):
+            self._file.read_into(memoryview(image).cast("B"), row * image.size)
+        return images if rows.ndim else images[0]
+
+    def of_rows(self, index: Tensor | slice) -> StoredImages:
+        """Return the images of some rows, which are not read yet."""
+        return StoredImages(self._file, self._image_shape, self._rows[index])
 
 
-def rows_in_place(images: Images, rows: Tensor) -> StoredImages:
+class ChosenImages(_Rows):
+    """Some rows of images in memory [m, C, H, W], copied when asked for: a client of one step need not copy all."""
+
+    def __init__(self, images: Tensor, rows: Tensor):
+        super().__init__(images.shape[1:], rows)
+        self._images = images
+
+    def __getitem__(self, index: Tensor | slice | int) -> Tensor:
+        rows = self._rows[index]
+        # of a batch of 50 small images, index_select takes a tenth of the time of indexing
+        return self._images.index_select(0, rows) if rows.ndim else self._images[rows]
+
+
+#: images [n, C, H, W] in memory or in a file
+Images: TypeAlias = Tensor | StoredImages | ChosenImages
+
+
+def rows_in_place(images: Images, rows: Tensor) -> Images:
     """Return some of the images, none of which is read or copied yet."""
-    return StoredImages(images, rows) if isinstance(images, Tensor) else images.of_rows(rows)
+    return ChosenImages(images, rows) if isinstance(images, Tensor) else images_of_rows(images, rows)
 
 
 def images_of_rows(images: Images, index: Tensor | slice) -> Images:
     """Return some of the images; those in a file stay there."""
-    return images[index] if isinstance(images, Tensor) else images.of_rows(index)
+    return images.of_rows(index) if isinstance(images, StoredImages) else images[index]
 
 
-def open_stored_images(path: Path, shape: tuple[int, int, int, int], rows: Tensor | None = None) -> StoredImages:
-    """Return images of a file that holds nothing but the bytes of as many as `shape` [m, C, H, W] says."""
-    with explained(f"{printable(path)} cannot be mapped into memory", "; give a lower data.memory_limit or image_size"):
-        images = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=torch.uint8)
-    return StoredImages(images.view(shape), torch.arange(shape[0]) if rows is None else rows, path)
+def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int) -> StoredImages:
+    """Return the `count` images [C, H, W] of a file that holds nothing but their bytes."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UserError(f"{printable(path)} cannot be opened: {error.strerror or error}") from error
+    return StoredImages(_OpenFile(path, handle), image_shape, torch.arange(count))
+
+
+class _OpenFile:
+    """A file that stays open as long as anybody reads it, also processes that are forked or get it when they start."""
+
+    def __init__(self, path: Path, handle: int):
+        self._path, self._handle = path, handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _file_of_handle, (self._path, DupFd(self._handle))
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with the bytes from `offset` on."""
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._handle, [target[done:]], offset + done)
+            except OSError as error:
+                raise UserError(f"{printable(self._path)} cannot be read: {error.strerror or error}") from error
+            if count == 0:
+                raise UserError(f"{printable(self._path)} has become shorter; delete it, so that it is written again")
+            done += count
+
+    def __del__(self) -> None:
+        os.close(self._handle)
+
+
+def _file_of_handle(path: Path, handle: Any) -> _OpenFile:
+    return _OpenFile(path, handle.detach())
 
 
 def readable_bytes(count: int) -> str:
@@ -195,7 +248,7 @@ def decode_images(
             report_broken(files, faults, options.broken)
         described = {"shape": shape, "kept": kept, "faults": faults}
         write_atomically(cache.with_suffix(".json"), json.dumps(described).encode())
-        return open_stored_images(cache, (len(kept), *shape)), kept
+        return open_stored_images(cache, shape, len(kept)), kept
 
 
 def measured_window(files: Sequence[Path], options: DataOptions) -> Window | None:
@@ -250,7 +303,7 @@ def _read_cache(cache: Path) -> tuple[Images, list[int], dict[int, str]] | None:
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return open_stored_images(cache, (len(kept), channels, height, width)), kept, faults
+    return open_stored_images(cache, (channels, height, width), len(kept)), kept, faults
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Images in a file are what they are in memory, are decoded once, and no half-written cache is ever read."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from fedssl.data import stored_images
 from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.options import DataOptions
-from fedssl.data.stored_images import Images, StoredImages, rows_in_place
+from fedssl.data.stored_images import ChosenImages, Images, StoredImages, rows_in_place
 from fedssl.data.summary import summarise
+from fedssl.errors import UserError
 from tests.fedssl.data.data_files import full_disk, random_pixels, refused
 from tests.fedssl.data.image_samples import save_array
 
@@ -77,7 +79,7 @@ def test_a_client_has_the_images_of_its_rows_and_copies_none_before_it_asks_for_
     for images in (memory, stored):
         assert_same(rows_in_place(images, rows), memory[rows])
     chosen = rows_in_place(memory, rows)
-    assert isinstance(chosen, StoredImages)
+    assert isinstance(chosen, ChosenImages)
     assert chosen.nbytes == memory[rows].nbytes
     memory[9] = 99
     assert (chosen[0] == 99).all()
@@ -132,8 +134,10 @@ def test_a_run_survives_the_end_of_its_cache(folder, tmp_path):
     wanted = images[:]
     pixels.rename(tmp_path / "moved")
     assert images[:].equal(wanted)
-    (tmp_path / "moved").unlink()
-    assert images[:].equal(wanted)
+    with open(tmp_path / "moved", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(UserError, match=r"has become shorter; delete it"):
+        images[:]
 
 
 def test_broken_files_are_remembered(folder, caplog):
@@ -196,6 +200,20 @@ def test_a_full_disk_leaves_nothing(folder, monkeypatch):
     says = r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space"
     refused(says, options_of(folder))
     assert list(decoded(folder).iterdir()) == []
+
+
+def test_the_file_is_closed_and_rows_are_read_and_not_mapped(folder):
+    """A limit on the address space would count a mapped file whole."""
+    load_dataset(options_of(folder), 0)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    images = load_dataset(options_of(folder), 0).train_images
+    assert len(images[:])
+    assert ".images" not in Path("/proc/self/maps").read_text()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del images
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_default_limit_is_a_share_of_the_memory_and_gray_images_take_a_third(folder, monkeypatch):

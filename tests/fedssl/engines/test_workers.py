@@ -159,10 +159,11 @@ def _send_rows(connection, images) -> None:
     connection.send(images[torch.tensor([2, 0])].tolist())
 
 
-def test_images_in_a_file_are_read_by_another_process(tmp_path):
+def test_images_in_a_file_are_read_by_another_process_where_the_file_was_deleted(tmp_path):
     pixels = torch.arange(3 * 4, dtype=torch.uint8).reshape(3, 1, 2, 2)
     (tmp_path / "images").write_bytes(pixels.numpy().tobytes())
-    images = open_stored_images(tmp_path / "images", (3, 1, 2, 2))
+    images = open_stored_images(tmp_path / "images", (1, 2, 2), 3)
+    (tmp_path / "images").unlink()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_rows, args=(theirs, images))
