@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..client import LocalRound
+from ..errors import UserError
 from ..models.model import copy_entries
 from .base import LocalUpdate
 
@@ -19,4 +20,11 @@ class Replace(LocalUpdate):
 
     def receive(self, local: LocalRound) -> None:
         own = local.client.model.state_dict()
-        copy_entries(own, {name: tensor for name, tensor in local.received.tensors.items() if name in own})
+        given = {name: tensor for name, tensor in local.received.tensors.items() if name in own}
+        for name, tensor in given.items():
+            if own[name].shape != tensor.shape:
+                raise UserError(
+                    f"client {local.client.index} received {name} of shape {tuple(tensor.shape)}, but its model "
+                    f"has shape {tuple(own[name].shape)}; clients that exchange weights need the same architecture"
+                )
+        copy_entries(own, given)
