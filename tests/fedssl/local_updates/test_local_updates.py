@@ -13,6 +13,7 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.local_updates.fedema import FedEMA
 from fedssl.local_updates.fedu import DIVERGENCE, FedU
+from fedssl.local_updates.replace import Replace
 from fedssl.messages import Message
 from fedssl.models.model import Model
 from fedssl.models.precision import with_channels_last
@@ -40,6 +41,14 @@ def one_round(part, model, memory, received, number, by, second=0.0, predictor=N
             model.online["predictor"].weight.fill_(predictor)
     after_training()
     return local
+
+
+def test_weights_of_another_shape_are_refused_and_not_broadcast():
+    model = scalar_model(0.0, 0.0)
+    received = Message({name: tensor.flatten()[:1] for name, tensor in online(scalar_model(1.0, 1.0)).tensors.items()})
+    with pytest.raises(UserError, match="clients that exchange weights need the same architecture"):
+        Replace().receive(local_round(model, received, 1, memory=Message()))
+    assert value(model, "encoder") == 0.0
 
 
 # FedU
