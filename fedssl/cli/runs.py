@@ -269,8 +269,8 @@ def run_table(
 ) -> None:
     """Run every recipe of a table with every seed, and write the table.
 
-    The same command continues an interrupted table; finished cells are kept. A table with the key `sweep` first
-    chooses the options of its rows.
+    The same command continues an interrupted table; finished cells are kept. A row that sets its partition, such as
+    one place, keeps it. A table with the key `sweep` first chooses the options of its rows.
     """
     from ..tables.sweep import run_sweep, trials_of
     from ..tables.table import load_table

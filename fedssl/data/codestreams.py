@@ -13,12 +13,13 @@ _JPEG_XL_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  #
 
 @dataclass(frozen=True)
 class Codestream:
-    """The size in pixels, the samples a pixel and the bits a sample of compressed data.
+    """The form, the size in pixels, the samples a pixel and the bits a sample of compressed data.
 
     `colours` is what decoding gives where the data say so, whatever a header says: RGB where JPEG 2000 stores its
     colours transformed, YBR_FULL where JPEG has Adobe's marker of it, or fewer pixels of a sample than of another.
     """
 
+    form: str
     width: int
     height: int
     samples: int
@@ -33,9 +34,8 @@ def read_codestream(data: bytes) -> Codestream | None:
         right, lower, left, upper = (_number(data, start + place, 4) for place in (8, 12, 16, 20))
         style = data.find(_CODING_STYLE, start + 4 + _number(data, start + 4, 2))
         colours = "RGB" if style >= 0 and data[style + 8 : style + 9] == b"\1" else None
-        return Codestream(
-            right - left, lower - upper, _number(data, start + 40, 2), (data[start + 42] & 127) + 1, colours
-        )
+        samples, bits = _number(data, start + 40, 2), (data[start + 42] & 127) + 1
+        return Codestream("JPEG 2000", right - left, lower - upper, samples, bits, colours)
     box = data.find(_JPEG_XL_BOX, 0, 2**10)
     if data[:2] == b"\xff\x0a" or box >= 0:
         return _of_jpeg_xl(data[max(0, box + 4 if box >= 0 else 0) + 2 :][:16])
@@ -47,9 +47,9 @@ def read_codestream(data: bytes) -> Codestream | None:
         if marker == _JPEG_LS_FRAME or (0xC0 <= marker <= 0xCF and marker not in _NO_FRAME):
             transformed |= len({*data[place + 11 : place + 18 : 3]}) > 1
             colours = "YBR_FULL" if transformed and data[place + 9] == 3 else None
-            return Codestream(
-                _number(data, place + 7, 2), _number(data, place + 5, 2), data[place + 9], data[place + 4], colours
-            )
+            form = "JPEG-LS" if marker == _JPEG_LS_FRAME else "JPEG"
+            width, height = _number(data, place + 7, 2), _number(data, place + 5, 2)
+            return Codestream(form, width, height, data[place + 9], data[place + 4], colours)
         place += 2 + _number(data, place + 2, 2) if marker != 0xFF else 1
     return None
 
@@ -70,7 +70,7 @@ def _of_jpeg_xl(header: bytes) -> Codestream:
 
     height, ratio = length(), take(3)
     across, down = _JPEG_XL_RATIOS[ratio - 1]
-    return Codestream(height * across // down if ratio else length(), height, 1, 8)
+    return Codestream("JPEG XL", height * across // down if ratio else length(), height, 1, 8)
 
 
 def _number(data: bytes, place: int, size: int) -> int:

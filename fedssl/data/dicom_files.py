@@ -23,14 +23,15 @@ _GROUPS = ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence")
 _MOST_UNPACKED = 2**29  # bytes of a deflated file: three times the largest image of 16 bits that is read
 _WHOLE_TABLE = 65536  # entries, which a lookup table writes as 0
 _NEEDED = ("Rows", "Columns", "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated")
+_FULL = {"YBR_FULL": "YBR_FULL", "YBR_FULL_422": "YBR_FULL"}  # what decoded colours are, if not RGB
 _LOSSY_JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51")  # decoders give no more bytes than these need
 
 
 def dicom_kind(file: Path) -> ImageKind:
-    """Read a file's header alone; a UserError says what to install where nothing installed can read the file."""
+    """Read a file's header alone."""
     stored = _read(file, stop_before_pixels=True)
     kind = _kind(stored)
-    _decoder(stored, file)
+    _decoder(stored)
     return kind
 
 
@@ -42,7 +43,7 @@ def dicom_pixels(file: Path, window: Window | None) -> NDArray[np.uint8]:
     """
     stored = _read(file)
     kind = _kind(stored)
-    pixels, interpretation = _decoded(stored, file)
+    pixels, interpretation = _decoded(stored)
     if not kind.gray:
         return _colours(stored, pixels, interpretation)
     values = _with_unit(stored, pixels)
@@ -64,7 +65,7 @@ def dicom_pixels(file: Path, window: Window | None) -> NDArray[np.uint8]:
 def dicom_values(file: Path) -> NDArray[np.float64]:
     """Return the values [k] of the first image, which is gray, in its unit and without padding."""
     stored = _read(file)
-    return _inside(stored, _with_unit(stored, _decoded(stored, file)[0]))
+    return _inside(stored, _with_unit(stored, _decoded(stored)[0]))
 
 
 def _read(file: Path, **options: Any) -> Any:
@@ -177,43 +178,32 @@ def _number(place: Any, name: str) -> float | None:
         ) from error
 
 
-def _decoder(stored: Any, file: Path) -> Any:
+def _decoder(stored: Any) -> Any:
     from pydicom.pixels import get_decoder
-    from pydicom.uid import JPEGExtended12Bit
 
     syntax = stored.file_meta.TransferSyntaxUID
     try:
-        decoder = get_decoder(syntax)
+        return get_decoder(syntax)
     except NotImplementedError as error:
         raise BrokenImageError(f"compressed as {printable(syntax.name)}, which is not read") from error
-    able, command = decoder.is_available, install_command("dicom")
-    if syntax == JPEGExtended12Bit and stored.get("BitsStored") != 8:  # more than Pillow and GDCM read
-        able, command = "pylibjpeg" in decoder.available_plugins, "pip install pylibjpeg pylibjpeg-libjpeg"
-    if not able:
-        raise UserError(f"{printable(file)} is compressed as {syntax.name}, which needs a decoder: {command}")
-    return decoder
 
 
-def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
+def _decoded(stored: Any) -> tuple[NDArray[Any], str]:
     """Decode the first image: stored values [H, W] or [H, W, 3] without unused bits, and how they stand for colours."""
     from pydicom.uid import RLELossless
 
-    decoder, syntax = _decoder(stored, file), stored.file_meta.TransferSyntaxUID
+    syntax = stored.file_meta.TransferSyntaxUID
     options: dict[str, Any] = {}
     unused = 0
     try:
         if syntax.is_encapsulated and syntax != RLELossless:
-            options = _of_codestream(stored)
-        elif stored.get("BitsStored") is not None:
+            _decompress(stored)
+        if stored.get("BitsStored") is not None:
             unused = max(0, int(stored.get("HighBit") or 0) + 1 - int(stored.BitsStored))
             options["bits_stored"] = int(stored.BitsStored) + unused  # pydicom drops the bits above these
-        pixels, properties = decoder.as_array(stored, index=0, **options)
+        pixels, properties = _decoder(stored).as_array(stored, index=0, **options)
     except RuntimeError as error:
-        lines = str(error).splitlines()
-        reason = printable("; ".join(line.strip() for line in lines[1:] or lines)[:300])  # a line for each decoder
-        missing = ", ".join(name.replace(" - ", ", which ") for name in decoder.missing_dependencies)
-        more = f"; not installed: {missing}" if missing else ""
-        raise BrokenImageError(f"it cannot be decoded ({reason}){more}") from error
+        raise BrokenImageError(f"it cannot be decoded ({first_line(error)}); export it again") from error
     except (AttributeError, TypeError, ValueError) as error:
         raise BrokenImageError(f"its header does not suit its pixels ({first_line(error)}); export it again") from error
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
@@ -221,19 +211,20 @@ def _decoded(stored: Any, file: Path) -> tuple[NDArray[Any], str]:
     return pixels >> unused if unused else pixels, str(properties["photometric_interpretation"])
 
 
-def _of_codestream(stored: Any) -> dict[str, Any]:
-    """Return what the compressed first image says in place of the header, whose elements mean nothing there.
+def _decompress(stored: Any) -> None:
+    """Put the first image's values in place of its compressed data, and what that says in place of the header.
 
-    A header that has another size is refused before anything is decoded: the data may be of any size.
+    What the header says of the order of colours (PS3.5, 8.2.1), of their kind and of unused bits means nothing there. A
+    header that has another size is refused before anything is decoded: the data may be of any size.
     """
+    from imagecodecs import jpeg2k_decode, jpeg_decode, jpegls_decode
     from pydicom.encaps import get_frame
+    from pydicom.uid import ExplicitVRLittleEndian
 
-    options: dict[str, Any] = {}
-    if int(stored.SamplesPerPixel) > 1:
-        options["planar_configuration"] = 0  # PS3.5, 8.2.1: the order of colours is that of the compressed data
-    found = read_codestream(get_frame(stored.PixelData, 0, number_of_frames=int(stored.get("NumberOfFrames") or 1)))
+    data = get_frame(stored.PixelData, 0, number_of_frames=int(stored.get("NumberOfFrames") or 1))
+    found = read_codestream(data)
     if found is None:
-        return options
+        raise BrokenImageError("its compressed data do not begin as JPEG, JPEG-LS or JPEG 2000; export it again")
     size, said = (found.width, found.height), (int(stored.Columns), int(stored.Rows))
     samples, allocated = int(stored.SamplesPerPixel), int(stored.BitsAllocated)
     wider = stored.file_meta.TransferSyntaxUID in _LOSSY_JPEG and allocated >= found.bits + 8
@@ -243,11 +234,22 @@ def _of_codestream(stored: Any) -> dict[str, Any]:
             f"SamplesPerPixel, BitsAllocated), its compressed data {size[0]} x {size[1]} with {found.samples} x "
             f"{found.bits}; export it again"
         )
-    if found.colours:
-        options["photometric_interpretation"] = found.colours
+    if found.form == "JPEG":
+        if not data.rstrip(b"\0").endswith(b"\xff\xd9"):  # the decoder would fill up what is missing
+            raise BrokenImageError("its compressed data are cut; export it again")
+        kept = {} if samples == 1 else {"colorspace": "YCBCR", "outcolorspace": "YCBCR"}  # as they are stored
+        values = jpeg_decode(data, **kept)
+    else:
+        values = {"JPEG-LS": jpegls_decode, "JPEG 2000": jpeg2k_decode}[found.form](data)
+    stored.PixelData, stored.NumberOfFrames = values.tobytes(), 1
+    stored.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    stored.BitsAllocated = 8 * values.itemsize
+    if samples > 1:
+        stored.PlanarConfiguration = 0
+        stored.PhotometricInterpretation = found.colours or _FULL.get(str(stored.PhotometricInterpretation), "RGB")
     if not stored.get("PixelRepresentation"):
-        options["bits_stored"] = max(int(stored.get("BitsStored") or 0), found.bits)  # or else the others are dropped
-    return options
+        stored.BitsStored = max(int(stored.get("BitsStored") or 0), found.bits)  # or else the others are dropped
+    stored.HighBit = int(stored.BitsStored) - 1
 
 
 def _with_unit(stored: Any, pixels: NDArray[Any]) -> NDArray[np.float64]:

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.util import find_spec
 from itertools import chain, islice
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -44,8 +43,7 @@ from .pixels import (
 )
 from .windows import window_of_files
 
-_CACHE_VERSION = 3  # to be raised when a file's pixels come to mean something else
-_DECODERS = ("gdcm", "pylibjpeg", "libjpeg", "openjpeg")  # what pydicom may find
+_CACHE_VERSION = 4  # to be raised when a file's pixels come to mean something else
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE = 20
 _MOST_NAMED = 5
@@ -280,8 +278,7 @@ def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
     """
     from PIL import __version__ as pillow_version
 
-    decoders = list(filter(find_spec, _DECODERS))  # one that is added may read what was broken
-    digest = hashlib.sha256(f"{_CACHE_VERSION} {pillow_version} {decoders} {decoded_as}".encode())
+    digest = hashlib.sha256(f"{_CACHE_VERSION} {pillow_version} {decoded_as}".encode())
     for file in files:
         try:
             status = os.stat(file)

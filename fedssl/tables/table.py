@@ -218,6 +218,7 @@ def cell_recipe(
 
     Mappings are merged key by key; lists are replaced; a part with another name replaces the part. Models are measured
     on all images, unless `evaluation.images` is set, and the states of one round are kept, unless `checkpoints` is set.
+    A row that sets its partition, such as one place beside several clients, keeps it whatever the overrides say.
     The encoder that a row aligns to lies in the table's folder `output`; without one, the recipe has untrained kernels
     as target, which cost the same.
 
@@ -228,6 +229,8 @@ def cell_recipe(
         key = override.partition("=")[0]
         if key in ("seed", "name"):
             raise UserError(f"{override!r}: a table sets {key} itself; change it in the table's file")
+    if "partition" in row.settings:
+        overrides = [one for one in overrides if re.match(r"partition\b", one) is None]
     try:
         values = read_values(row.recipe)
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):

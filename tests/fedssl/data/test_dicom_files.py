@@ -1,6 +1,8 @@
 """DICOM files: what their values mean, by the formulas of the standard (docs/image_files.md), and their window."""
 
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from fedssl.data.datasets import load_dataset
 from fedssl.data.image_files import image_kind, read_pixels, stored_values
 from fedssl.data.image_kinds import BrokenImageError
 from fedssl.data.options import DataOptions
-from fedssl.errors import UserError
 from tests.fedssl.data.data_files import refused, save
 from tests.fedssl.data.image_samples import encoded, ramp, save_array, table_rows
 
@@ -317,34 +318,74 @@ def test_compressed_bits_above_those_of_the_header_are_not_dropped(tmp_path, num
     assert np.array_equal(stored_values(file)[:, 0], deep.ravel())
 
 
-JPEG_LOSSLESS, JPEG_EXTENDED, MPEG = (f"1.2.840.10008.1.2.4.{number}" for number in (70, 51, 100))
+MPEG = "1.2.840.10008.1.2.4.100"
 
 
-@pytest.mark.parametrize(
-    ("syntax", "says"),
-    [
-        (JPEG_LOSSLESS, r"a\.dcm is compressed as JPEG Lossless.* needs a decoder: pip install '.*\[dicom\]'"),
-        (JPEG_EXTENDED, r"compressed as JPEG Extended .*: pip install pylibjpeg pylibjpeg-libjpeg"),
-    ],
-)
-def test_a_missing_decoder_is_no_broken_file(tmp_path, monkeypatch, syntax, says):
-    installed = {"pillow": None} if syntax == JPEG_EXTENDED else {}
-    monkeypatch.setattr(pydicom.pixels.get_decoder(syntax), "_available", installed)
-    compressed = pydicom.encaps.encapsulate([b"\xff\xd8"])
-    file = write_dicom(tmp_path / "a.dcm", TWELVE, syntax, **BITS_12, PixelData=compressed)
-    for options in ({}, {"broken": "skip", "window": (0, 4095)}):
-        with pytest.raises(UserError, match=says):
-            load_dataset(options_of(tmp_path, **options), 0)
-    with pytest.raises(UserError, match=says):
-        read_pixels(file, 16, 16, 1, (0, 4095))
+def test_a_jpeg_of_12_bits(tmp_path):
+    """Which Pillow does not read, lossy and lossless."""
+    lossy = imagecodecs.jpeg8_encode(TWELVE, level=100, bitspersample=12)
+    file = write_compressed(tmp_path / "a.dcm", TWELVE, 51, lossy, **BITS_12)
+    assert np.abs(stored_values(file)[:, 0] - TWELVE.ravel()).max() <= 4
+    file = write_compressed(
+        tmp_path / "b.dcm", TWELVE, 57, imagecodecs.ljpeg_encode(TWELVE, bitspersample=12), **BITS_12
+    )
+    assert np.array_equal(stored_values(file)[:, 0], TWELVE.ravel())
 
 
-def test_a_file_that_no_decoder_reads_names_those_that_are_not_installed(tmp_path):
-    file = write_compressed(tmp_path / "a.dcm", BYTES, 80, imagecodecs.jpegls_encode(BYTES)[:40])
-    with pytest.raises(
-        BrokenImageError, match=r"cannot be decoded \(gdcm: .*pyjpegls: .*; not installed: pylibjpeg, which"
-    ):
-        read(file, None)
+WITH_SIGN = {
+    70: partial(imagecodecs.ljpeg_encode, bitspersample=12),
+    80: imagecodecs.jpegls_encode,
+    90: partial(imagecodecs.jpeg2k_encode, codecformat="j2k", reversible=True, bitspersample=12),
+    201: partial(imagecodecs.htj2k_encode, reversible=True),
+}
+
+
+@pytest.mark.parametrize("number", WITH_SIGN)
+def test_compressed_values_keep_their_sign(tmp_path, number):
+    """Where compressed data have no sign of their own, or fewer bits than the header allocates."""
+    values = ramp(-2000, 2000, "i2")
+    content = WITH_SIGN[number]((values & 0xFFF).astype("u2"))
+    file = write_compressed(tmp_path / "a.dcm", values, number, content, **BITS_12)
+    assert np.array_equal(stored_values(file)[:, 0], values.ravel())
+
+
+@pytest.mark.parametrize("bits", [2, 7])
+def test_lossless_jpeg_of_few_bits(tmp_path, bits):
+    values = ramp(0, 2**bits - 1, "u1")
+    content = imagecodecs.ljpeg_encode(values, bitspersample=bits)
+    assert np.array_equal(
+        read(write_compressed(tmp_path / "a.dcm", values, 70, content, **stored_bits(bits)), None),
+        scaled(values, 0, 2**bits - 1),
+    )
+
+
+COMPRESSED = {
+    50: encoded(Image.fromarray(BYTES), "JPEG"),
+    57: imagecodecs.ljpeg_encode(BYTES, bitspersample=8),
+    80: imagecodecs.jpegls_encode(BYTES),
+    90: jpeg_2000(BYTES, reversible=True),
+}
+
+
+@pytest.mark.parametrize("number", COMPRESSED)
+def test_damaged_compressed_data_end_no_process(tmp_path, number):
+    """They are named as broken, or decoded to something."""
+    for seed in (32, 34, 59, 72, *range(5)):  # the first four ended it
+        random, content = np.random.default_rng(seed), bytearray(COMPRESSED[number])
+        for _ in range(1 + seed % 5):
+            content[random.integers(2, len(content))] = random.integers(256)
+        with suppress(BrokenImageError):
+            read(write_compressed(tmp_path / "a.dcm", BYTES, number, bytes(content)), None)
+
+
+@pytest.mark.parametrize("number", COMPRESSED)
+def test_cut_compressed_data_are_named(tmp_path, number):
+    says = r"cut; export|cannot be decoded \(.*\); export|do not begin as JPEG"
+    for part in (0.1, 0.5, 0.9):
+        content = COMPRESSED[number][: int(part * len(COMPRESSED[number]))]
+        file = write_compressed(tmp_path / "a.dcm", BYTES, number, content)
+        with pytest.raises(BrokenImageError, match=says):
+            read(file, None)
 
 
 # how the values of padding are written: the header's bits and sign, the value and its other end

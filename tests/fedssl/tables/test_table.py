@@ -150,6 +150,23 @@ def test_overrides_do_not_leak_into_the_table(tmp_path):
     assert cell_recipe(table, table.rows[0], 0).regularizers[0].model_dump()["weight"] == 2.0
 
 
+def test_a_row_with_a_partition_of_its_own_keeps_it():
+    """Or else clients that a user asks for would train where the table says one place."""
+    table = load_table("how_much_can_peers_give")
+    for override in (
+        "partition.clients=3",
+        "partition={name: dirichlet, clients: 3, alpha: 0.5, classes_per_client: null}",
+    ):
+        clients = {
+            row.label: cell_recipe(
+                table, row, 0, [override, "data.path=a.npz", "preset=small_colour"]
+            ).partition.clients
+            for row in table.rows
+        }
+        assert clients.pop("all in one place") == 1
+        assert set(clients.values()) == {3}
+
+
 def test_the_rows_of_a_table_are_measured_on_the_same_images(tmp_path):
     """A preset's number depends on the recipe: local_only has more models to measure than fedbyol."""
     data = {"name": "npz", "path": str(tmp_path / "a.npz")}
