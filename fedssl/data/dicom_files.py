@@ -237,8 +237,8 @@ def _decompress(stored: Any) -> None:
     if found.form == "JPEG":
         if not data.rstrip(b"\0").endswith(b"\xff\xd9"):  # the decoder would fill up what is missing
             raise BrokenImageError("its compressed data are cut; export it again")
-        kept = {} if samples == 1 else {"colorspace": "YCBCR", "outcolorspace": "YCBCR"}  # as they are stored
-        values = jpeg_decode(data, **kept)
+        space = None if samples == 1 else "YCBCR"  # the same for both, so that colours stay as they are stored
+        values = jpeg_decode(data, colorspace=space, outcolorspace=space)
     else:
         values = {"JPEG-LS": jpegls_decode, "JPEG 2000": jpeg2k_decode}[found.form](data)
     stored.PixelData, stored.NumberOfFrames = values.tobytes(), 1
