@@ -24,7 +24,7 @@ SENT = {
 #: the recipes of the table, each with a page of its name, but for two
 RECIPES = (
     *("hetero_ssfl", "fedu2", "lw_fedssl", "prog_fedssl", "fedbyol", "fedsimsiam", "fedsimclr", "fedmoco_v3"),
-    *("fedvicreg", "fedlejepa", "fedbarlow", "feddino", "fedmae", "fedu", "fedema", "l_dawa", "feddecorr", "fedx"),
+    *("fedvicreg", "fedlejepa", "fedbarlow", "feddino", "fedu", "fedema", "l_dawa", "feddecorr", "fedx"),
     *("orchestra", "fedca", "per_ssfl", "local_only"),
 )
 _PAGES = {"prog_fedssl": "lw_fedssl", "local_only": "controls"}

@@ -22,7 +22,6 @@ from .rules import privacy_problem
 _GONE: dict[str, dict[str, Any]] = {
     "training": {"processes": 1, "join_views": False},
     "flower": {"cpus": None, "client_cpus": 1, "client_gpus": 0.0, "object_store_megabytes": None},
-    "mae": {"crop_and_flip_only": True},
     "supervised": {"mild_augmentation": True},
     "cka_alignment": {"statistics": "batch"},
     "representation_mean": {"bandwidth": 1.0, "send": "auto", "statistics": "running", "batch_size": 500}

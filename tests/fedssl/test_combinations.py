@@ -31,7 +31,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "distillation": TAUGHT,
     "dino": {"hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 3},
     "fedx": {"output_features": 8},
-    "mae": {"decoder_features": 16, "decoder_layers": 1, "decoder_heads": 2},
     "lejepa": {"hidden_features": 16, "output_features": 8, "directions": 8},
     "moco_v3": {"hidden_features": 16, "output_features": 8},
     "orchestra": {"clusters": 8, "memory": 16, "features": 8},
@@ -62,7 +61,6 @@ REFUSED: dict[str, set[str]] = {
     "lejepa": {"global_distillation"},
     "orchestra": TWO_VIEWS | {"public_objective"},
     "simclr": {"global_distillation"},
-    "mae": WITHOUT_PROJECTOR | {"public_objective"},
     "supervised": WITHOUT_PROJECTOR | {"base_alignment", "public_objective"},
     "vicreg": {"global_distillation"},
 }
@@ -84,7 +82,7 @@ def federation_of(objective: str, regularizers: list[str], aggregators: list[str
         regularizers=[{"name": one, **(TAUGHT if one == "distillation" else {})} for one in regularizers],
         aggregators=[{"name": one, **AGGREGATORS.get(one, {})} for one in aggregators],
         local_update=local_update,
-        architectures=["small_vit" if name == "mae" else "small_convnet"],
+        architectures=["small_convnet"],
         partition={"name": "iid", "clients": 1},
     )
     return build_federation(parse_recipe(values), DATASET)

@@ -28,7 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **OBJECTIVES,
     **AGGREGATORS,
     "l_dawa": {"plain_rounds": 0},
-    "mae": {"decoder_features": 16, "decoder_layers": 1, "decoder_heads": 2},
     "layer_wise": {"layers_per_stage": 2, "rounds_per_stage": 1},
     "progressive": {"layers_per_stage": 2, "rounds_per_stage": 1},
     "dictionary": {"samples": 4},
@@ -57,7 +56,7 @@ def trained(seed: int, objective: str = "fedx", **parts: Any) -> Rounds:
         aggregators=with_options(aggregators),
         local_update=parts.get("local_update", "replace"),
         schedule=with_options([parts.get("schedule", "end_to_end")])[0],
-        architectures=["small_vit" if objective == "mae" else "small_convnet"],
+        architectures=["small_convnet"],
         partition={"name": "iid", "clients": CLIENTS},
         training={"local_epochs": 1, "batch_size": 4},
     )

@@ -28,7 +28,6 @@ PARTS = {
         "aggregators.1={name: orchestra_clusters, local_clusters: 4, steps: 5}",
     ],
     "l_dawa": ["aggregators.0.plain_rounds=1"],
-    "fedmae": ["architectures=[small_vit]"],
     "lw_fedssl": ["schedule.layers_per_stage=2", "schedule.rounds_per_stage=1"],
     "prog_fedssl": ["schedule.layers_per_stage=2", "schedule.rounds_per_stage=1"],
 }
@@ -41,7 +40,7 @@ SMALL = [
     "evaluation={neighbors: 3, linear: {epochs: 1}}",
 ]
 #: methods whose clients or server remember something besides the models or draw masks, and other ways to compute steps
-REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl", "feddino", "fedmae"]
+REMEMBERING = ["fedu", "fedema", "l_dawa", "orchestra", "fedca", "per_ssfl", "feddino"]
 REMEMBERING += ["local_only local_update.keep_optimizer=true training.optimizer=adamw"]
 OTHER_STEPS = ["fedu2 training.precision=bfloat16", "fedu2 training.local_steps=3"]
 
