@@ -23,7 +23,7 @@ _GROUPS = ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence")
 _MOST_UNPACKED = 2**29  # bytes of a deflated file: three times the largest image of 16 bits that is read
 _WHOLE_TABLE = 65536  # entries, which a lookup table writes as 0
 _NEEDED = ("Rows", "Columns", "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated")
-_FULL = {"YBR_FULL": "YBR_FULL", "YBR_FULL_422": "YBR_FULL"}  # what decoded colours are, if not RGB
+_DECODED = {"YBR_FULL_422": "YBR_FULL", "YBR_ICT": "RGB", "YBR_RCT": "RGB"}  # what compressed colours become
 _LOSSY_JPEG = ("1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.51")  # decoders give no more bytes than these need
 
 
@@ -225,12 +225,12 @@ def _decompress(stored: Any) -> None:
     found = read_codestream(data)
     if found is None:
         raise BrokenImageError("its compressed data do not begin as JPEG, JPEG-LS or JPEG 2000; export it again")
-    size, said = (found.width, found.height), (int(stored.Columns), int(stored.Rows))
+    size, header = (found.width, found.height), (int(stored.Columns), int(stored.Rows))
     samples, allocated = int(stored.SamplesPerPixel), int(stored.BitsAllocated)
     wider = stored.file_meta.TransferSyntaxUID in _LOSSY_JPEG and allocated >= found.bits + 8
-    if size != said or found.samples != samples or found.bits > allocated or wider:
+    if size != header or found.samples != samples or found.bits > allocated or wider:
         raise BrokenImageError(
-            f"its header says {said[0]} x {said[1]} pixels with {samples} x {allocated} bits (Columns, Rows, "
+            f"its header says {header[0]} x {header[1]} pixels with {samples} x {allocated} bits (Columns, Rows, "
             f"SamplesPerPixel, BitsAllocated), its compressed data {size[0]} x {size[1]} with {found.samples} x "
             f"{found.bits}; export it again"
         )
@@ -246,7 +246,8 @@ def _decompress(stored: Any) -> None:
     stored.BitsAllocated = 8 * values.itemsize
     if samples > 1:
         stored.PlanarConfiguration = 0
-        stored.PhotometricInterpretation = found.colours or _FULL.get(str(stored.PhotometricInterpretation), "RGB")
+        said = str(stored.PhotometricInterpretation)
+        stored.PhotometricInterpretation = found.colours or _DECODED.get(said, said)
     if not stored.get("PixelRepresentation"):
         stored.BitsStored = max(int(stored.get("BitsStored") or 0), found.bits)  # or else the others are dropped
     stored.HighBit = int(stored.BitsStored) - 1

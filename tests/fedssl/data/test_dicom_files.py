@@ -332,6 +332,14 @@ def test_a_jpeg_of_12_bits(tmp_path):
     assert np.array_equal(stored_values(file)[:, 0], TWELVE.ravel())
 
 
+@pytest.mark.parametrize("interpretation", ["YBR_PARTIAL_422", "HSV"])
+def test_compressed_colours_of_a_kind_that_is_not_read_are_named(tmp_path, interpretation):
+    elements = {"PhotometricInterpretation": interpretation}
+    file = write_compressed(tmp_path / "a.dcm", COLOUR, 80, imagecodecs.jpegls_encode(COLOUR), **elements)
+    with pytest.raises(BrokenImageError, match=f"colours as {interpretation}, which are not read|does not suit"):
+        read(file, None)
+
+
 WITH_SIGN = {
     70: partial(imagecodecs.ljpeg_encode, bitspersample=12),
     80: imagecodecs.jpegls_encode,
