@@ -26,6 +26,7 @@ _SAMPLES = {_WHITE_IS_ZERO: 1, 1: 1, _RGB: 3, _PALETTE: 1, _CMYK: 4, _YCBCR: 3, 
 _ASSOCIATED, _UNASSOCIATED = 1, 2  # what a further band is: alpha, by which colours are multiplied or not
 _NOT_CONVERTED = (1, 5, 8, 32773, 32946, 34925, 34926, 50000)  # compressions that leave YCbCr as it is
 _OWN_SIZE = (6, 7, 33003, 33004, 33005, 33007, 34712, 34892, 50002, 52546)  # JPEG, 2000 and XL
+_READ = (*_NOT_CONVERTED, *_OWN_SIZE, 2, 3, 4, 34927, 50001)  # and fax and WebP; JPEG XR's decoder may end the process
 _ORIENTATION = 274
 _MOST_DIRECTORIES = 20_000  # reading these takes some ten seconds
 
@@ -139,6 +140,9 @@ def _layout_of(series: Any, channels: int | None) -> _Layout:
     planes = (small or levels)[0]
     page = planes.keyframe
     require_size(page.imagewidth, page.imagelength)
+    if page.compression not in _READ:
+        name = getattr(page.compression, "name", page.compression)
+        raise BrokenImageError(f"compressed as {name}, which is not read; store it with LZW or uncompressed")
     count = math.prod(planes.shape) // max(1, math.prod(page.shape))
     stacked = count > 1 and channels == count and page.samplesperpixel == 1 and page.imagedepth == 1
     bands = stacked or _are_bands(page, channels)

@@ -427,6 +427,15 @@ HOSTILE = {
 }
 
 
+@pytest.mark.parametrize(("compression", "name"), [("jpegxr", "JPEGXR"), ("lerc", "LERC"), ("png", "PNG")])
+def test_a_compression_whose_decoder_is_not_bounded_is_not_read(tmp_path, compression, name):
+    """Damaged JPEG XR ends the process, and LERC may ask for terabytes."""
+    file = tmp_path / "a.tif"
+    tifffile.imwrite(file, np.zeros((16, 16), np.uint8), compression=compression)
+    with pytest.raises(BrokenImageError, match=f"compressed as {name}, which is not read"):
+        image_kind(file)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tiffs_are_refused_in_little_memory(tmp_path, name):
     content, says = HOSTILE[name]
