@@ -221,7 +221,9 @@ def _decompress(stored: Any) -> None:
     from pydicom.encaps import get_frame
     from pydicom.uid import ExplicitVRLittleEndian
 
-    data = get_frame(stored.PixelData, 0, number_of_frames=int(stored.get("NumberOfFrames") or 1))
+    places = stored.get("ExtendedOffsetTable"), stored.get("ExtendedOffsetTableLengths")  # of the images, where given
+    extended, images = None if None in places else places, int(stored.get("NumberOfFrames") or 1)
+    data = get_frame(stored.PixelData, 0, number_of_frames=images, extended_offsets=extended)
     found = read_codestream(data)
     if found is None:
         raise BrokenImageError("its compressed data do not begin as JPEG, JPEG-LS or JPEG 2000; export it again")

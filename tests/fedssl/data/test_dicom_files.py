@@ -340,6 +340,21 @@ def test_compressed_colours_of_a_kind_that_is_not_read_are_named(tmp_path, inter
         read(file, None)
 
 
+@pytest.mark.parametrize("places", ["none", "basic", "extended"])
+def test_the_first_of_several_compressed_images_in_fragments(tmp_path, places):
+    """Each is in two parts, and their places stand in a table, or nowhere."""
+    images = [imagecodecs.jpegls_encode(image) for image in (BYTES, 255 - BYTES)]
+    elements: dict[str, Any] = {"NumberOfFrames": 2}
+    if places == "extended":
+        data, elements["ExtendedOffsetTable"], elements["ExtendedOffsetTableLengths"] = (
+            pydicom.encaps.encapsulate_extended(images)
+        )
+    else:
+        data = pydicom.encaps.encapsulate(images, fragments_per_frame=2, has_bot=places == "basic")
+    file = write_dicom(tmp_path / "a.dcm", BYTES, "1.2.840.10008.1.2.4.80", PixelData=data, **elements)
+    assert np.array_equal(read(file, None), BYTES)
+
+
 WITH_SIGN = {
     70: partial(imagecodecs.ljpeg_encode, bitspersample=12),
     80: imagecodecs.jpegls_encode,
