@@ -195,14 +195,14 @@ def _round(federation: Federation, server: Message, clients: Clients, number: in
 
 
 def _require_rank(number: int, kept: list[float]) -> None:
-    """Raise a UserError if the batches of at least half of the clients have lost most of their effective rank.
+    """Raise a UserError if the batches of most clients have lost most of their effective rank.
 
     A single client's may fall while it learns well, where nearly all of its images are of one kind.
     """
-    if kept and (left := statistics.median_low(kept)) < _COLLAPSED:
+    if kept and (left := statistics.median_high(kept)) < _COLLAPSED:
         raise UserError(
             f"round {number}: the representations collapse: at its end a batch has {100 * left:.0f} % of the highest "
-            "effective rank before, or less, in at least half of the clients; lower training.learning_rate, or take "
+            "effective rank before, or less, in most clients; lower training.learning_rate, or take "
             "objective simclr (training.stop_at_collapse=false goes on)"
         )
 

@@ -313,7 +313,8 @@ def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kept", "ends"), [([0.1, 0.9, 0.9], False), ([0.1, 0.2, 0.9], True), ([0.2, 0.9], True), ([], False)]
+    ("kept", "ends"),
+    [([0.1, 0.9, 0.9], False), ([0.1, 0.2, 0.9], True), ([0.0, 0.9], False), ([0.2], True), ([], False)],
 )
 def test_a_single_client_whose_batches_lose_their_rank_does_not_end_a_run(kept, ends):
     with pytest.raises(UserError, match=r"round 3: .* has 20 % of") if ends else nullcontext():
