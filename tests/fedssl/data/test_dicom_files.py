@@ -401,6 +401,12 @@ def test_damaged_compressed_data_end_no_process(tmp_path, number):
             read(write_compressed(tmp_path / "a.dcm", BYTES, number, bytes(content)), None)
 
 
+def test_compressed_data_of_another_form_than_dicom_has_are_named(tmp_path):
+    file = write_compressed(tmp_path / "a.dcm", BYTES, 90, imagecodecs.jpegxl_encode(BYTES))
+    with pytest.raises(BrokenImageError, match="do not begin as JPEG, JPEG-LS or JPEG 2000; export it again"):
+        read(file, None)
+
+
 @pytest.mark.parametrize("number", COMPRESSED)
 def test_cut_compressed_data_are_named(tmp_path, number):
     says = r"cut; export|cannot be decoded \(.*\); export|do not begin as JPEG"
