@@ -112,9 +112,14 @@ def end_with_parent() -> None:
 
 
 def end_with_threads() -> None:
-    """End this process when a thread fails, so that it is started again: Flower's processes need all their threads."""
+    """End this process when a thread fails, so that it is started again: Flower's processes need all their threads.
+
+    Not where the server has refused a request with 401: Flower then interrupts its process, which ends in good order.
+    """
 
     def end(failure: threading.ExceptHookArgs) -> None:
+        if getattr(getattr(failure.exc_value, "response", None), "status_code", None) == 401:
+            return
         threading.__excepthook__(failure)
         text = f"{os.path.basename(sys.argv[0])} ends, because a part of it failed: {failure.exc_value}"
         print(f"fedssl: {text}", file=sys.stderr, flush=True)

@@ -140,6 +140,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="th
 #: `main` is the command, and ends when the app has written what it saw; `superexec` fails twice, then starts the app
 PROGRAM = """
 import json, os, pathlib, sys, threading, time
+import httpx
 from flwr.supercore.superexec.executor import subprocess_executor
 from fedssl.deploy import flower_commands as commands
 
@@ -150,6 +151,11 @@ def main():
         return
     if what == "thread":
         threading.Thread(target=lambda: 1 / 0).start()
+    if what == "refused":
+        heartbeat = threading.Thread(target=httpx.Response(401, request=httpx.Request("POST", "/")).raise_for_status)
+        heartbeat.start()
+        heartbeat.join()
+        sys.exit(0)  # as Flower does when it interrupts itself
     while what != "work" or not seen.exists():
         time.sleep(0.05)
     assert "wave" not in sys.modules
@@ -221,6 +227,13 @@ def test_a_process_that_cannot_go_on_ends_with_a_message(case, told, tmp_path):
     done = subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert told in done.stderr
+
+
+def test_a_heartbeat_that_the_server_refuses_leaves_the_end_to_flower(tmp_path):
+    """Whose code, 0, has the site told why."""
+    command = [sys.executable, "-c", PROGRAM, "refused", str(tmp_path / "seen")]
+    done = subprocess.run(command, env=with_package(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "401" in done.stderr) == (0, False), done.stderr
 
 
 @needs_proc
