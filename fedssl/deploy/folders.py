@@ -44,11 +44,6 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
             "fedssl provision revoke"
         )
     authority_folder, server = folder / "authority", folder / "server"
-    if (server / "ca.crt").exists() and not (authority_folder / "ca.crt").exists():
-        raise UserError(
-            f"{authority_folder} is missing: bring the authority's folder back from where it is kept; a new authority "
-            "would lock out the sites, which trust the old one"
-        )
     for path in (folder, authority_folder, server, server / SITES):
         _make_private_folder(path)
     authority = Authority(authority_folder, consortium.name)  # which refuses another consortium's before all else
@@ -232,7 +227,13 @@ def _write_lists(folder: Path) -> None:
 
 def _known_sites(folder: Path) -> list[str]:
     """Return the sites of a provisioned folder in the order of their client numbers; none if there is no folder."""
-    path = folder / "authority" / "sites.txt"
+    authority = folder / "authority"
+    if (folder / "server" / "ca.crt").exists() and not (authority / "ca.crt").exists():
+        raise UserError(
+            f"{authority} is missing: bring the authority's folder back from where it is kept; a new authority would "
+            "lock out the sites, which trust the old one"
+        )
+    path = authority / "sites.txt"
     try:
         return read_regular_file(path, 2**20, own=True).decode().split()
     except FileNotFoundError:

@@ -153,8 +153,9 @@ def test_a_deleted_copy_of_a_sites_key_is_not_made_again(provisioned):
 def test_without_the_authority_no_new_one_is_made(provisioned):
     folder = provisioned()
     shutil.move(folder / "authority", folder.parent / "safe")
-    with pytest.raises(UserError, match="a new authority would lock out the sites"):
-        provisioned()
+    for call in (provisioned, lambda: revoke("hospital-a", folder)):
+        with pytest.raises(UserError, match="a new authority would lock out the sites"):
+            call()
     assert not (folder / "authority").exists()
     shutil.move(folder.parent / "safe", folder / "authority")
     (folder / "authority" / "ca.key").unlink()
