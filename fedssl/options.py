@@ -15,8 +15,12 @@ from .errors import UserError, explained
 from .untrusted import MOST_BYTES, NAME_PATTERN, TEXT_PATTERN, expand_home, parse_yaml, read_regular_file, scalar_text
 
 _LONGEST_INPUT = 200  # characters of a wrong value that a message repeats
+#: of labels of data, and of what `model.train` says
+LABEL_PATTERN, TRAINED_PATTERN = "^[A-Za-z0-9]+$", r"^(all|(last|lora):[1-9]\d{0,3})$"
 #: texts of a message about a pattern
 _PATTERNS = {
+    LABEL_PATTERN: "expected letters and digits alone",
+    TRAINED_PATTERN: "expected all, last:N or lora:R, with N and R from 1, such as last:1",
     NAME_PATTERN: "expected 1 to 200 characters on one line, without control characters",
     TEXT_PATTERN: "expected text without control characters",
 }
@@ -63,6 +67,14 @@ class Options(BaseModel):
 _Model = TypeVar("_Model", bound=Options)
 
 
+def validated(model: type[_Model], values: Any, source: str) -> _Model:
+    """Return values as options; raise a UserError, which begins with `source`, if a key or value is invalid."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{source}: {'; '.join(explain_errors(error, model))}") from error
+
+
 def read_options(path: str | Path, model: type[_Model], kind: str, hint: str) -> _Model:
     """Read a YAML file that decides what happens here; `kind` names it in messages, and `hint` says what helps.
 
@@ -76,10 +88,7 @@ def read_options(path: str | Path, model: type[_Model], kind: str, hint: str) ->
     if not isinstance(values, dict):
         keys = ", ".join(model.model_fields)
         raise UserError(f"{kind} {path} must hold the keys {keys}, got {type(values).__name__}; {hint}")
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"{path}: {'; '.join(explain_errors(error, model))}") from error
+    return validated(model, values, str(path))
 
 
 def is_text(types: Sequence[Any]) -> bool:

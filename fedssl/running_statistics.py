@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +40,8 @@ def joined_statistics(replies: Mapping[int, Message], everyone: bool) -> tuple[d
         if name + _VARIANCE not in names:
             continue
         means, variances = (torch.stack([replies[k].tensors[name + end] for k in order]) for end in (_MEAN, _VARIANCE))
-        mean, variance = medians[name + _MEAN], medians[name + _VARIANCE] = _median(means), _median(variances)
+        mean, variance = (torch.from_numpy(np.median(values.numpy(), axis=0)) for values in (means, variances))
+        medians |= {name + _MEAN: mean, name + _VARIANCE: variance}
         deviation = variance.clamp_min(float(variance.mean())).sqrt()
         off = ((means - mean) / deviation).nan_to_num().square().mean(dim=1).sqrt()
         most = max(_LEAST_DEVIATIONS, _MOST_OF_USUAL * float(off.median()))
@@ -51,9 +53,3 @@ def joined_statistics(replies: Mapping[int, Message], everyone: bool) -> tuple[d
                 far.setdefault(k, f"{name}{_VARIANCE} is on average {ratio:.3g} times their median")
     joined = {k: replace(replies[k], tensors=replies[k].tensors | medians) for k in (order if everyone else far)}
     return {**replies, **joined}, {k: f"its running statistics do not count: {why}" for k, why in far.items()}
-
-
-def _median(values: Tensor) -> Tensor:
-    """Return the median over the clients; of an even number the mean of the two in the middle."""
-    count = len(values)
-    return values.sort(dim=0).values[(count - 1) // 2 : count // 2 + 1].mean(dim=0)

@@ -235,9 +235,7 @@ def train_locally(
                 require_finite()
                 unchecked.clear()
     require_finite()
-    if cost is None or not steps:
-        images, size = len(client.images), options.batch_size
-        raise UserError(f"client {client.index} has {images} images, fewer than training.batch_size {size}")
+    assert cost is not None
     if keep_optimizer:
         _keep_optimizer(optimizer, model, client.memory)
     local.log("memory", cost.memory)

@@ -18,8 +18,9 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.events import AliasEvent, CollectionStartEvent
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.representer import SafeRepresenter
 
-from .errors import UserError
+from .errors import UserError, explained
 
 
 @contextmanager
@@ -102,10 +103,8 @@ def absolute_path(folder: Path, path: str | Path) -> Path:
     Raises:
         UserError: there is no such user, or the links in the path form a circle.
     """
-    try:
+    with explained(f"{str(path)!r} cannot be resolved to a file"):
         return (folder / expand_home(path)).resolve()
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{str(path)!r} cannot be resolved to a file: {error}") from error
 
 
 #: a name of a recipe, row or scenario: one line of 1 to 200 characters without control characters, which could move a
@@ -156,10 +155,7 @@ _KINDS = ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "mer
 
 def scalar_text(value: bool | int | float) -> str:
     """Return a number, true or false as YAML writes it: `0.5`, `1.0e-05`, `true`."""
-    text = str(value).lower()
-    if text in ("inf", "-inf", "nan"):
-        return text.replace("inf", ".inf").replace("nan", ".nan")
-    return text.replace("e", ".0e", 1) if isinstance(value, float) and "." not in text else text
+    return str(SafeRepresenter().represent_data(value).value)
 
 
 def parse_yaml(text: str, source: str) -> Any:

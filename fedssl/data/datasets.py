@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, explained
-from ..untrusted import printable
-from .files import composed, expanded, kind_of, list_files, notify_of_left_out
+from ..untrusted import expand_home, printable
+from .files import composed, kind_of, list_files, notify_of_left_out
 from .image_kinds import SMALLEST_SIDE
 from .labels import tell_of_labels
 from .npz import images_in
@@ -156,21 +156,19 @@ def load_torchvision_set(options: DataOptions) -> Splits:
     from torchvision import datasets
 
     name, source = options.name, SOURCES[options.name]
-    root = expanded(options.path or Path("~/.cache/fedssl"), "data.path")
+    root = expand_home(options.path or Path("~/.cache/fedssl"))
     assert source.torchvision is not None
     read = getattr(datasets, source.torchvision)
     problem = f"could not be downloaded to {root}" if options.download else f"is not complete under {root}"
     with explained(
         f"{name} {problem}", "; set data.download=true to fetch it, or data.path to the folder that holds it"
     ):
-        train, test = (read(root, **split, download=options.download) for split in source.split_arguments)
+        train, test = (read(root, train=train, download=options.download) for train in (True, False))
 
     def to_images(split: Any) -> LabelledImages:
-        labels = split.targets if hasattr(split, "targets") else split.labels
-        return LabelledImages(channels_first(np.asarray(split.data), name), torch.as_tensor(labels).long())
+        return LabelledImages(channels_first(np.asarray(split.data), name), torch.as_tensor(split.targets).long())
 
-    class_names = getattr(train, "classes", None) or map(str, range(source.classes))
-    return Splits(to_images(train), to_images(test), tuple(class_names))
+    return Splits(to_images(train), to_images(test), tuple(train.classes))
 
 
 def no_images(options: DataOptions) -> Splits:
@@ -209,7 +207,7 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
     Other numbers of channels must be those of the training images.
     """
     assert options.public_path is not None
-    path = expanded(options.public_path, "data.public_path")
+    path = expand_home(options.public_path)
     channels, height, width = shape
     kind = kind_of(path)
     if kind == "missing":

@@ -80,26 +80,14 @@ def composed(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def expanded(path: Path, option: str) -> Path:
-    """Return the path with `~` replaced by the home folder; `option` is the name that an error message begins with."""
-    if "\0" in str(path):
-        raise UserError(f"{option}={printable(path)} contains a NUL byte, which no path may have; remove it")
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise UserError(
-            f"{option}={printable(path)} cannot be expanded ({first_line(error)}); write the whole path"
-        ) from error
-
-
 def kind_of(path: Path) -> Literal["file", "folder", "missing", "special"]:
     """Return what is there; `special` is a pipe, a device or a socket, and opening it could wait for ever."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
-    except OSError as error:
-        raise UserError(f"{printable(path)} cannot be opened: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        raise UserError(f"{printable(path)} cannot be opened: {getattr(error, 'strerror', None) or error}") from error
     if stat.S_ISDIR(mode):
         return "folder"
     return "file" if stat.S_ISREG(mode) else "special"

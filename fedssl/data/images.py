@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from ..errors import UserError, explained
-from ..untrusted import printable
+from ..untrusted import expand_home, printable
 from .files import (
     ARRAY_SUFFIX,
     IMAGE_SUFFIXES,
     composed,
-    expanded,
     kind_of,
     list_files,
     listed,
@@ -50,7 +49,7 @@ def load_images(options: DataOptions) -> Splits:
     channels are those of `decode_images`.
     """
     assert options.path is not None
-    root = expanded(options.path, "data.path")
+    root = expand_home(options.path)
     train, test = _listed_splits(_folder(root, "data.path"), options)
     if options.more_paths:
         train = _of_several_folders(train, test, options)
@@ -95,7 +94,7 @@ def _of_several_folders(first: list[_ImageFile], test: list[_ImageFile], options
     files: list[_ImageFile] = []
     for path in (options.path, *options.more_paths):
         assert path is not None
-        folder = expanded(path, "data.more_paths")
+        folder = expand_home(path)
         train = first
         if path is not options.path:
             train, test = _listed_splits(_folder(folder, "data.more_paths"), options)
@@ -116,7 +115,7 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     """List the training and test files; what is left out is named to the user."""
     table, table_path = None, None
     if isinstance(options.labels, Path):
-        table_path = expanded(options.labels, "data.labels")
+        table_path = expand_home(options.labels)
         table = _read_table(table_path, root, options.file_column, options.label_column)
     by_folder = options.name == "folder" or options.labels == "folders"
     folders = _split_folders(root, options)

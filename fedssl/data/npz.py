@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
+from rich.filesize import decimal as readable_bytes
 from torch import Tensor
 
 from ..errors import UserError, explained
-from ..untrusted import printable
-from .files import expanded, first_bytes, kind_of, listed, remedy
+from ..untrusted import expand_home, printable
+from .files import first_bytes, kind_of, listed, remedy
 from .options import DataOptions
 from .pixels import Window, channels_first, notify_of_copies, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
-from .stored_images import available_memory, readable_bytes
+from .stored_images import available_memory
 from .windows import window_of_arrays
 
 _SHARE_OF_MEMORY = 0.5  # the clients' shares are copies
@@ -40,7 +41,7 @@ def load_npz(options: DataOptions) -> Splits:
     and 1 are several labels an image: they are used in evaluation alone.
     """
     assert options.path is not None
-    path = expanded(options.path, "data.path")
+    path = expand_home(options.path)
     with NpzArchive(path) as archive:
         unlabelled_keys = _unlabelled_keys(archive.names)
         if unlabelled_keys:

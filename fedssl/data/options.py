@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -18,7 +18,6 @@ class DataSource:
         images, classes, shape: number of training images, number of classes, and [C, H, W], where they are known
             without reading; else 0, 0 and None.
         torchvision: the class in torchvision.datasets, for a set that torchvision reads and may download.
-        split_arguments: keyword arguments of that class for the training images, and for the test images.
         path: what `data.path` must name; None where it is not needed.
         image_files: whether `data.path` is a folder of image files, which are brought to one size as they are read.
     """
@@ -28,13 +27,11 @@ class DataSource:
     classes: int = 0
     shape: tuple[int, int, int] | None = None
     torchvision: str | None = None
-    split_arguments: tuple[dict[str, Any], dict[str, Any]] = ({"train": True}, {"train": False})
     path: str | None = None
     image_files: bool = False
 
 
-#: the values of `data.name`; another set of torchvision takes one more entry, with split_arguments such as
-#: ({"split": "train"}, {"split": "test"}) where its class has no argument `train`
+#: the values of `data.name`; another set of torchvision whose class has an argument `train` takes one more entry
 SOURCES = {
     "digits": DataSource("datasets:load_digits", 1437, 10, (1, 8, 8)),
     "cifar10": DataSource("datasets:load_torchvision_set", 50_000, 10, (3, 32, 32), "CIFAR10"),
@@ -99,7 +96,8 @@ class DataOptions(Options):
         None,
         ge=4,
         description="side in pixels to which images are resized after the longer side is cropped to a square "
-        "(default: no resizing; 32 for images and folder)",
+        "(default: no resizing; for images and folder a preset takes the files' size or 32, 64, 96 or 128, and 32 "
+        "holds without one)",
     )
     image_shape: tuple[Annotated[PositiveInt, Field(le=MOST_CHANNELS)], PositiveInt, PositiveInt] | None = Field(
         None, description="channels, height and width of the sites' images, for name=none"

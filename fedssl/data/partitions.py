@@ -242,7 +242,7 @@ def class_counts(labels: Tensor, indices: Sequence[Tensor], classes: int) -> Ten
 
 def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
     """Format `counts` [clients, classes] as a table with totals; beyond 12 classes a row names its three largest."""
-    _, classes = checked_shape(counts, class_names)
+    classes = len(class_names)
     rows = [(str(client), row) for client, row in enumerate(counts)] + [("total", counts.sum(0))]
     if classes <= 12:
         cells, sides = [["client", *class_names, "total"]], ">" * (classes + 2)
@@ -256,10 +256,3 @@ def format_partition(counts: Tensor, class_names: Sequence[str]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     padded = ([f"{text:{side}{width}}" for text, side, width in zip(row, sides, widths, strict=True)] for row in cells)
     return "\n".join("  ".join(row).rstrip() for row in padded)
-
-
-def checked_shape(counts: Tensor, class_names: Sequence[str]) -> tuple[int, int]:
-    """Return the clients and classes of `counts`; raise ValueError unless it has a column for each class name."""
-    if counts.ndim != 2 or counts.shape[1] != len(class_names):
-        raise ValueError(f"counts must be [clients, classes] with {len(class_names)} classes, got {list(counts.shape)}")
-    return counts.shape[0], counts.shape[1]

@@ -212,13 +212,11 @@ def _windowed(name: str, array: NDArray[Any], window: Window, channels: int | No
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{name} has {error}") from error
+        raise UserError(f"{name}: {error}") from error
 
 
 def require_pixels(name: str, array: NDArray[Any], window: Window | None = "percentiles") -> None:
     """Raise a UserError, which begins with `name`, unless an array holds images that a window can bring to 8 bits."""
-    if window == "file" and is_deep(array):
-        raise UserError(f"{name} names no window of its own, as a DICOM file does; set data.window=[LOW,HIGH]")
     if array.dtype.kind not in "iubf":
         raise UserError(f"{name} has type {array.dtype}; pixels must be uint8 (or floats in [0, 1] or [0, 255])")
     if array.size == 0:
@@ -229,10 +227,6 @@ def require_pixels(name: str, array: NDArray[Any], window: Window | None = "perc
         not_finite = array.size - int(np.isfinite(array).sum())
         if not_finite > 0:
             raise UserError(f"{name} has {not_finite} pixels that are NaN or infinite; repair or drop those images")
-        if window == "full":
-            raise UserError(
-                f"{name} has floats, which have no full range; set data.window=[LOW,HIGH] or data.window=per_image"
-            )
     low, high = array.min(), array.max()
     if window is None and (low < 0 or high > 255):
         raise UserError(

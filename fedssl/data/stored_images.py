@@ -23,6 +23,7 @@ from typing import IO, Any, Literal, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.filesize import decimal as readable_bytes
 from torch import Tensor
 
 from ..errors import UserError
@@ -45,7 +46,7 @@ from .windows import window_of_files
 
 _CACHE_VERSION = 4  # to be raised when a file's pixels come to mean something else
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
-_FILES_FOR_RANGE = 20
+_FILES_FOR_RANGE, _FILES_FOR_WINDOW = 20, 100
 _MOST_NAMED = 5
 _ODD_SHARE = 0.1  # of the images that have another size than the rest: fewer are named, as they may be there by mistake
 _FILES_AT_A_TIME = 16  # for each thread that decodes
@@ -55,9 +56,6 @@ _Store = Callable[[NDArray[np.uint8]], Any]
 
 class _Rows:
     """Some rows of uint8 images [n, C, H, W], used as a tensor of them: `images[rows]`, `len`, `split`, `shape`."""
-
-    dtype = torch.uint8
-    device = torch.device("cpu")
 
     def __init__(self, image_shape: tuple[int, ...], rows: Tensor):
         self._image_shape, self._rows = image_shape, rows
@@ -173,11 +171,6 @@ def _file_of_handle(path: Path, handle: Any) -> _OpenFile:
     return _OpenFile(path, handle.detach())
 
 
-def readable_bytes(count: int) -> str:
-    """Return a number of bytes in GB, or in MB below one GB."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
-
-
 def available_memory() -> int:
     """Return the bytes that can still be allocated: the least of what machine, control group and `ulimit -v` leave."""
     # Not by psutil, which knows neither of the last two.
@@ -254,14 +247,8 @@ def measured_window(files: Sequence[Path], options: DataOptions) -> Window | Non
     if options.window != "percentiles":
         return options.window
     needing = [file for file in files if _needs_window(file, options.channels)]
-
-    def values(file: Path) -> NDArray[Any]:
-        try:
-            return stored_values(file, options.channels)
-        except BrokenImageError:
-            return np.empty((0, 1))  # decoding names it
-
-    return window_of_files(needing, values) if needing else None
+    chosen = needing[:: math.ceil(len(needing) / _FILES_FOR_WINDOW) or 1]
+    return window_of_files([values for _, values in _values_of(chosen, options.channels)])
 
 
 def _needs_window(file: Path, channels: int | None) -> bool:

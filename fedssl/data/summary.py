@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import UserError
-from ..untrusted import printable
-from .files import IMAGE_SUFFIXES, expanded, kind_of, list_files, remedy, split_folders
+from ..untrusted import expand_home, printable
+from .files import IMAGE_SUFFIXES, kind_of, list_files, remedy, split_folders
 from .image_kinds import usual_channels, usual_size
 from .options import SOURCES, DataOptions
 
@@ -59,7 +59,7 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
         known = DataSummary(source.images, source.shape[0], min(source.shape[1:]), True)
     else:
         assert options.path is not None
-        path = expanded(options.path, "data.path")
+        path = expand_home(options.path)
         kind = kind_of(path)
         if kind == "missing":
             raise UserError(f"data.path: there is no file or folder {printable(path)}")
@@ -96,7 +96,7 @@ def _of_files(path: Path, options: DataOptions) -> DataSummary:
 
     files, others = list_files(path, options.follow_links)
     for more in options.more_paths:
-        folder = expanded(more, "data.more_paths")
+        folder = expand_home(more)
         files += list_files(folder, options.follow_links)[0] if kind_of(folder) == "folder" else []
     splits = split_folders(path)
     if len(splits) == 2:

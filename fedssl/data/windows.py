@@ -1,8 +1,7 @@
 """The window of percentiles: measured once, on training images, and recorded as numbers."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from .pixels import Limits, Window, channel_axis, is_deep, require_pixels
 
 _PERCENTILES = (1, 99)
 _VALUES = 2**22  # of each channel, evenly spread over the images
-_FILES = 100
 
 
 def window_of_arrays(arrays: Mapping[str, NDArray[Any]], window: Window | None, channels: int | None) -> Window | None:
@@ -34,11 +32,10 @@ def window_of_arrays(arrays: Mapping[str, NDArray[Any]], window: Window | None, 
     return _window(by_channel[:, ::step].reshape(len(by_channel), -1))
 
 
-def window_of_files(files: Sequence[Path], values_of: Callable[[Path], NDArray[Any]]) -> Window | None:
-    """Return the window of up to 100 files; `values_of` returns a file's values [k, channels], none of a broken one."""
-    chosen = [values_of(file) for file in files[:: math.ceil(len(files) / _FILES)]]
-    least = max(1, _VALUES // len(chosen))
-    parts = [values[:: math.ceil(len(values) / least)] for values in chosen if len(values)]
+def window_of_files(chosen: Sequence[NDArray[Any]]) -> Window | None:
+    """Return the window of the values [k, channels] of some files."""
+    least = max(1, _VALUES // max(1, len(chosen)))
+    parts = [values[:: math.ceil(len(values) / least)] for values in chosen]
     parts = [part for part in parts if part.shape[1] == parts[0].shape[1]]  # decoding refuses the others
     return _window(np.concatenate(parts).T) if parts else None
 

@@ -50,8 +50,6 @@ def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
     Raises:
         UserError: the engine is not flower; the recipe names a part file; the folder holds something else.
     """
-    if recipe.engine != "flower":
-        raise UserError(f"a Flower app needs a recipe with engine=flower, got engine={recipe.engine}")
     part_files = [name for name in own_parts(recipe.model_dump()) if name.endswith(".py")]
     if part_files:
         raise UserError(

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..run_folder.storage import write_atomically
 from .consortium import RENEWAL_DAYS
 from .keys import PublicKey, read_file, server_key
@@ -149,10 +149,8 @@ def require_authority(path: Path) -> None:
 
 def _read_certificates(path: Path) -> list[x509.Certificate]:
     data = read_file(path, "the certificate")
-    try:
+    with explained(f"{path} is not a certificate in PEM format"):
         return x509.load_pem_x509_certificates(data)
-    except ValueError as error:
-        raise UserError(f"{path} is not a certificate in PEM format: {error}") from error
 
 
 def _name(certificate: x509.Certificate) -> str:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..run_folder.storage import cannot_write
 from ..untrusted import read_regular_file, refuse_shared
 
@@ -48,11 +47,8 @@ def _make_if_missing(path: Path, curve: ec.EllipticCurve, key_format: serializat
 def _read_private(path: Path, load, format_name: str, command: str) -> PrivateKey:  # type: ignore[no-untyped-def]
     """Return a private key; raise UserError if it has a password, or is not on an elliptic curve."""
     data = read_file(path, "the private key")
-    try:
+    with explained(f"{path} is not a private key without a password {format_name}"):
         key = load(data, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it has a password
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is not a private key without a password {format_name}: {reason}") from error
     if not isinstance(key, PrivateKey):
         raise UserError(f"{path} must be a key on an elliptic curve, got {type(key).__name__}: make one with {command}")
     return key
@@ -79,10 +75,8 @@ def public_text(key: PublicKey) -> str:
 def read_public(path: Path, own: bool = True) -> PublicKey:
     """Return the public key, on an elliptic curve, in a file of ssh-keygen's format; for `own` see `read_file`."""
     data = read_file(path, "the public key", own)
-    try:
+    with explained(f"{path} is not a public key as ssh-keygen writes it"):
         key = serialization.load_ssh_public_key(data)
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{path} is not a public key as ssh-keygen writes it: {error}") from error
     if not isinstance(key, PublicKey):
         raise UserError(f"{path} must be a public key on an elliptic curve, got {type(key).__name__}")
     return key

@@ -58,7 +58,7 @@ def register_keys(keys: Path, address: str, certificate: Path, seconds: float = 
                 elif nodes[key].status != "unregistered":
                     done.append(f"in:      {name}, {about}: {_connection(nodes[key])}")
                 else:  # Flower keeps it for ever, and registers it no more
-                    advice = "the site must make a new key (fedssl provision revoke, then ssh-keygen at the site, then fedssl provision answer)"
+                    advice = "the site must make a new key (fedssl provision revoke, ssh-keygen, provision answer)"
                     done.append(f"refused: {name}, {about}: it was unregistered earlier; {advice}")
     except (httpx.HTTPError, OSError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__

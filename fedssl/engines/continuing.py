@@ -64,7 +64,6 @@ class Engine:
         only goes back: `flwr run` continues it.
         """
         observer = observer or Observer()
-        RunDirectory.open(path)  # a folder that holds no run is refused before it is locked
         with alone_in(path):
             directory = RunDirectory.open(path)
             directory.finish_replacing()

@@ -7,7 +7,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -301,15 +301,13 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
     return measures, spectrum
 
 
-def models_to_evaluate(
-    federation: Federation, server: Message, client_state: Callable[[int], Message]
-) -> Iterator[tuple[str, Model]]:
+def models_to_evaluate(federation: Federation, directory: RunDirectory) -> Iterator[tuple[str, Model]]:
     """Yield the method's models, one at a time: each client and its own model, or "global" and the global model."""
     if federation.method.personal:
         for k in range(len(federation.client_rows)):
-            yield str(k), federation.client(k, client_state(k)).model
+            yield str(k), federation.client(k, directory.client_state(k)).model
     else:
-        yield "global", _global_model(federation, server)
+        yield "global", _global_model(federation, directory.server_state())
 
 
 def _global_model(federation: Federation, server: Message) -> Model:

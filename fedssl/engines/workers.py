@@ -119,8 +119,6 @@ def give(pool: ProcessPoolExecutor, task: Task) -> Future[bytes]:
 
 def _process_context() -> Any:
     """Return a context that starts workers at once: as forks of a server that has imported all and has no threads."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimiser imports the second
     with interrupts_ignored():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from fedkernels import ViewKey
@@ -24,7 +23,7 @@ from ..data.stored_images import Images, images_of_rows
 from ..errors import UserError, explained
 from ..models.encoders import probe
 from ..models.model import CLASSIFIER, Model
-from ..options import Options
+from ..options import LABEL_PATTERN, Options
 from ..randomness import generator_for, seed_for
 from .features import extract_features, extract_outputs, measured_on
 from .fine_tuning import (
@@ -88,7 +87,7 @@ class EvaluationOptions(Options):
     fine_tune: FineTuneOptions | None = Field(
         None, description="fine-tune on all labels after training, as LW-FedSSL does; {} for its options"
     )
-    downstream: dict[str, DataOptions] | None = Field(
+    downstream: dict[Annotated[str, Field(pattern=LABEL_PATTERN)], DataOptions] | None = Field(
         None,
         description="other data to evaluate on before and after training, each with a label of letters and digits; the "
         "measures are called downstream_LABEL_knn and so on",
@@ -104,14 +103,6 @@ class EvaluationOptions(Options):
         if self.keeps_best and not self.every:
             raise ValueError("keep_best and patience choose among the evaluated rounds: set every as well, such as 5")
         return self
-
-    @field_validator("downstream")
-    @classmethod
-    def _labels(cls, downstream: dict[str, DataOptions] | None) -> dict[str, DataOptions] | None:
-        for label in downstream or ():
-            if not re.fullmatch("[A-Za-z0-9]+", label):
-                raise ValueError(f"the label {label!r} must consist of letters and digits")
-        return downstream
 
 
 def check_evaluation(dataset: Dataset, options: EvaluationOptions, needs_labels: bool = True) -> None:

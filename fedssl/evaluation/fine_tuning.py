@@ -85,10 +85,6 @@ class SemiSupervisedOptions(Options):
     learning_rate: float | None = Field(
         None, gt=0, description="of the encoder; hetero_ssfl 0.05, fedu2 0.001, lw_fedssl 0.001"
     )
-    classifier_learning_rate: float | None = Field(
-        None, gt=0, description="of the linear layer; fedu2 0.3, the others that of the encoder"
-    )
-    weight_decay: float | None = Field(None, ge=0, description="of all weights; lw_fedssl 0.00001, the others 0")
     warmup_epochs: int | None = Field(
         None,
         ge=0,

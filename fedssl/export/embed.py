@@ -20,7 +20,6 @@ from ..errors import UserError, explained
 from ..evaluation.features import extract_outputs
 from ..federation import device_named
 from ..models.encoders import PatchFeatures
-from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, make_folder, require_file_name, write_atomically
 from ..untrusted import listed, printable, quoted
 from .encoder_folder import is_encoder_folder, read_encoder
@@ -78,7 +77,6 @@ def embed_images(
     if len({source.resolve() for source in sources}) < len(sources):
         raise UserError(f"{', '.join(map(str, sources))}: one of these is given twice; name each once")
     if not is_encoder_folder(folder) and (folder / "recipe.yaml").is_file():
-        RunDirectory.open(folder)
         raise UserError(f"{folder} is a run's folder: export its encoder first: fedssl export {quoted(folder)} FOLDER")
     encoder = read_encoder(folder)
     network = encoder.network

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from fedkernels import __version__
@@ -29,13 +27,13 @@ from fedkernels import __version__
 from ..data.options import DataOptions
 from ..errors import UserError, explained
 from ..models.encoders import STEMS, SmallConvNet, build_encoder, has_small_image_stem, stored_stem, timm_arguments
-from ..options import explain_errors
-from ..run_folder.storage import make_folder, require_new_folder, sync_path, write_atomically, writing
+from ..options import validated
+from ..run_folder.storage import make_folder, require_new_folder, safetensors_of, sync_path, write_atomically, writing
 from ..templates import fill_template
-from ..untrusted import read_regular_file
+from ..untrusted import MOST_BYTES, read_regular_file
 from .model_card import model_card
 from .onnx_file import MEAN, STD, write_onnx
-from .trained_encoder import MOST_JSON_BYTES, EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
+from .trained_encoder import EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -148,18 +146,15 @@ def read_encoder(folder: Path) -> TrainedEncoder:
         raise UserError(f"{folder} is not an exported encoder: expected a folder with {WEIGHTS} and {CONFIG}")
     unread = f"{folder / CONFIG} cannot be read as an exported encoder's"
     with explained(unread):
-        config = json.loads(read_regular_file(folder / CONFIG, MOST_JSON_BYTES))
+        config = json.loads(read_regular_file(folder / CONFIG, MOST_BYTES))
     if not isinstance(config, dict) or not isinstance(config.get("fedssl"), dict):
         raise UserError(f"{folder / CONFIG} was not written by fedssl export: it has no mapping `fedssl`")
     ours = config["fedssl"]
     with explained(unread):
         architecture = str(ours["architecture"])
         channels, height, width = checked_image_shape(ours["image_shape"])
-    try:
-        data = DataOptions(name="images", path=folder, window=ours.get("window"), channels=ours.get("channels"))
-    except ValidationError as error:
-        reason = "; ".join(explain_errors(error, DataOptions))
-        raise UserError(f"{unread}: {reason}") from error
+    stored = {"name": "images", "path": folder, "window": ours.get("window"), "channels": ours.get("channels")}
+    data = validated(DataOptions, stored, unread)
     if ours.get("mean") != [MEAN] * channels or ours.get("std") != [STD] * channels:
         raise UserError(
             f"{folder / CONFIG} has mean {ours.get('mean')} and std {ours.get('std')}: expected {MEAN} and {STD}, with "
@@ -168,9 +163,7 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     network = build_encoder(architecture, channels, width, stem=stored_stem(ours))
     path = folder / WEIGHTS
     with explained(f"{path} cannot be loaded as {architecture}"):
-        # cloned into torch's own memory, see storage.read_message
-        weights = {name: tensor.clone() for name, tensor in load_tensors(read_regular_file(path)).items()}
-        network.load_state_dict(weights)
+        network.load_state_dict(safetensors_of(read_regular_file(path)))
     plain: torch.nn.Module = network.requires_grad_(False).eval()
     return TrainedEncoder(
         plain, architecture, (channels, height, width), network.num_features, data.window, data.channels

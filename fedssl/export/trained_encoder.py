@@ -20,11 +20,9 @@ from ..models.trained_part import freeze, merged
 from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, RunDirectory
-from ..untrusted import quoted, read_regular_file
+from ..untrusted import MOST_BYTES, quoted, read_regular_file
 
 GLOBAL = "global"
-#: a larger JSON file is not read
-MOST_JSON_BYTES = 1_000_000
 _LARGEST_SIDE = 8192
 _ENCODER = "online.encoder."
 
@@ -131,7 +129,7 @@ def image_shape_of_run(path: Path) -> tuple[int, int, int]:
     """Return channels, height and width of a run's images."""
     file = path / IMAGE_SHAPE
     with explained(f"{file} cannot be read", "; expected channels, height and width"):
-        values = json.loads(read_regular_file(file, MOST_JSON_BYTES))
+        values = json.loads(read_regular_file(file, MOST_BYTES))
         return checked_image_shape([values["channels"], values["height"], values["width"]])
 
 

@@ -63,9 +63,6 @@ class Encoder(nn.Module):
 
     num_features: int
 
-    def forward(self, images: Tensor) -> Tensor:
-        raise NotImplementedError
-
 
 class _WideConv(nn.Conv2d):
     """A convolution of small images into many channels; on a processor it trains as one product of unfolded patches.

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ..errors import UserError, explained
-from ..options import Options
-from ..untrusted import listed, quoted, read_regular_file
+from ..options import TRAINED_PATTERN, Options
+from ..untrusted import MOST_BYTES, listed, quoted, read_regular_file
 from .encoders import STEMS, Encoder, Stem, build_encoder, has_small_image_stem, stored_stem
 
 
@@ -42,6 +42,7 @@ class ModelOptions(Options):
     )
     train: str = Field(
         "all",
+        pattern=TRAINED_PATTERN,
         description="what of the encoders trains and travels: all; last:N, the last N layers (a ResNet's stages, a "
         "transformer's blocks); or lora:R, low-rank adapters of rank R on a transformer's attention (needs peft). The "
         "rest stays as model.weights brought it, which every site then reads itself",
@@ -71,13 +72,6 @@ class ModelOptions(Options):
         starts_from_some = self.weights is None or self.source_of(architecture) is not None
         return self.batch_statistics == "kept" and starts_from_some
 
-    @field_validator("train")
-    @classmethod
-    def _known(cls, train: str) -> str:
-        if not re.fullmatch(r"all|(last|lora):[1-9]\d{0,3}", train):
-            raise ValueError("expected all, last:N or lora:R, with N and R from 1, such as last:1")
-        return train
-
     @model_validator(mode="after")
     def _keeps_something(self) -> ModelOptions:
         if self.batch_statistics == "kept" and self.weights is None:
@@ -90,7 +84,6 @@ class ModelOptions(Options):
 Weights = dict[str, Tensor]
 _TIMM = "timm:"
 _MOST_NAMED = 5
-_MOST_CONFIG_BYTES = 1_000_000
 _SMALLEST_LIMIT = 2**20  # bytes of a file of weights, below which its size is no limit
 _TIMES_STORED = 4  # how often tensors may share what a file stores, as tied weights do
 
@@ -293,14 +286,12 @@ def _config_of(source: str) -> dict[str, Any] | None:
     config = Path(source) / "config.json"
     if not config.is_file():
         return None
-    try:
-        values: Any = json.loads(read_regular_file(config, _MOST_CONFIG_BYTES))
+    with explained(f"model.weights: {config} cannot be read as an exported encoder's"):
+        values: Any = json.loads(read_regular_file(config, MOST_BYTES))
         values = values.get("fedssl", values)
         stem = values.get("stem", STEMS["large"] if "pretrained_cfg" in values else "")  # the latter is timm's own file
         image_shape = [int(side) for side in values.get("image_shape", ())]
         return {"architecture": values["architecture"], "stem": stem, "image_shape": image_shape}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise UserError(f"model.weights: {config} cannot be read as an exported encoder's: {error!r}") from error
 
 
 def _read(source: str) -> Weights:

@@ -14,11 +14,6 @@ from .base import Objective, Step
 _SMALL_VARIANCE = 1e-4
 
 
-def invariance_loss(first: Tensor, second: Tensor) -> Tensor:
-    """Return the mean over images and features of the squared differences, a scalar; both are [n, d]."""
-    return F.mse_loss(first, second)
-
-
 def variance_loss(projections: Tensor) -> Tensor:
     """Return the mean over features of max(0, 1 - sqrt(variance + 0.0001)), a scalar (Eq. 1); projections are [n, d].
 
@@ -40,7 +35,7 @@ def covariance_loss(projections: Tensor) -> Tensor:
 class VICReg(Objective):
     """Bardes, Ponce & LeCun 2022, VICReg: Variance-Invariance-Covariance Regularization, Eq. 6.
 
-        invariance_weight * `invariance_loss` + variance_weight * mean over both views of `variance_loss`
+        invariance_weight * mean squared difference + variance_weight * mean over both views of `variance_loss`
             + covariance_weight * sum over both views of `covariance_loss`
 
     Where the paper and its released code differ, this follows the code: the invariance term is the mean over the
@@ -64,7 +59,7 @@ class VICReg(Objective):
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)
         first, second = projections
-        loss = self.invariance_weight * invariance_loss(first, second)
+        loss = self.invariance_weight * F.mse_loss(first, second)
         loss = loss + self.variance_weight * (variance_loss(first) + variance_loss(second)) / 2
         loss = loss + self.covariance_weight * (covariance_loss(first) + covariance_loss(second))
         return Step(loss, representations, projections)

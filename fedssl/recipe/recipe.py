@@ -28,24 +28,20 @@ from ..untrusted import NAME_PATTERN, TEXT_PATTERN
 class LocalDP(Options):
     """Each client clips its update and adds noise before anything leaves it (Flower's LocalDpMod).
 
-    The noise of every entry has the standard deviation sensitivity * sqrt(2 ln(1.25 / delta)) / epsilon, the Gaussian
-    mechanism of Dwork and Roth (2014, theorem A.1), whose proof is for epsilon below 1. epsilon sets the noise of one
-    round; the loss over a client's rounds is counted at the same delta (engines/flower/privacy_accountant.py).
+    The noise of every entry has the standard deviation 2 * clipping_norm * sqrt(2 ln(1.25 / delta)) / epsilon, the
+    Gaussian mechanism of Dwork and Roth (2014, theorem A.1), whose proof is for epsilon below 1. epsilon sets the noise
+    of one round; the loss over a client's rounds is counted at the same delta (engines/flower/privacy_accountant.py).
     """
 
     name: Literal["local_dp"] = Field(..., description="each client adds the noise")
     clipping_norm: float = Field(..., gt=0, description="largest L2 norm of a client's update")
     epsilon: float = Field(..., gt=0, description="sets the noise: privacy loss of one client in one round")
     delta: float = Field(..., gt=0, lt=1, description="probability that the loss is larger than epsilon")
-    sensitivity: float | None = Field(
-        None, gt=0, description="scales the noise; by default 2 * clipping_norm, the distance of two clipped updates"
-    )
 
     @property
     def noise_deviation(self) -> float:
         """Return the standard deviation of the noise of every entry, as Flower's LocalDpMod computes it."""
-        sensitivity = 2 * self.clipping_norm if self.sensitivity is None else self.sensitivity
-        return sensitivity * math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
+        return 2 * self.clipping_norm * math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
 
 
 class FixedClipping(Options):

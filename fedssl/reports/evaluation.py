@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from ..augmentations.base import Augmentation
 from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset
@@ -27,7 +25,7 @@ from ..evaluation.fine_tuning import FineTuneOptions
 from ..export.encoder_folder import is_encoder_folder, read_encoder
 from ..federation import device_named, federation_of_run, require_same_data
 from ..models.model import Model
-from ..options import explain_errors
+from ..options import validated
 from ..randomness import seed_for
 from ..recipe.overrides import read_text
 from ..run_folder.directory import RunDirectory
@@ -62,7 +60,7 @@ def evaluate(
             cannot be read.
     """
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
-    other = None if data is None else data_options(data)
+    other = None if data is None else validated(DataOptions, data, "data")
     written = write_evaluation(Path(path), semi_supervised, fine_tune=options, data=other, trust=trust)
     return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in read_csv(written)}
 
@@ -118,7 +116,7 @@ def write_evaluation(
         recipe, dataset = federation.recipe, federation.dataset
         options, seed, augmentation = recipe.evaluation, recipe.seed, recipe.augmentation
         shape, downstream = dataset.train_images.shape[1:], federation.downstream
-        models = models_to_evaluate(federation, directory.server_state(), directory.client_state)
+        models = models_to_evaluate(federation, directory)
     label = "" if data is None else f"-{data.path.stem if data.path else data.name}"
     target = path / f"evaluation{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)}.csv"
     require_file_name(target)
@@ -159,12 +157,4 @@ def parse_data(text: str) -> DataOptions:
         if key in values:
             raise UserError(f"--data: {key} is given twice in {text!r}; remove one of them")
         values[key] = read_text(DataOptions, [key], value, f"--data: the value of {pair!r}")
-    return data_options(values)
-
-
-def data_options(values: Mapping[str, Any]) -> DataOptions:
-    """Return data that are given as a mapping; raise UserError if a key or value is invalid."""
-    try:
-        return DataOptions.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"data: {'; '.join(explain_errors(error, DataOptions))}") from error
+    return validated(DataOptions, values, "data")

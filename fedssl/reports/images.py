@@ -44,7 +44,7 @@ def draw_pictures(federation: Federation, directory: RunDirectory) -> list[PageF
     if len(images) < 5:  # too few for any t-SNE
         return []
     labels = dataset.test_labels[order] if has_test_images and dataset.labelled else None
-    who, model = next(models_to_evaluate(federation, directory.server_state(), directory.client_state))
+    who, model = next(models_to_evaluate(federation, directory))
     features = extract_features(model.encoder, images)
     queries = torch.arange(min(_QUERIES, len(images)))  # whose order is drawn
     nearest, similarity = nearest_images(features, queries, _NEIGHBOURS)

@@ -34,9 +34,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..messages import Message
-from ..untrusted import absolute_path, own_part_file, printable, quoted
+from ..untrusted import absolute_path, own_part_file, quoted
 from .creation import STATE_FILE, Checkpoint, EarlierCheckpoint, is_run_folder, new_run, read_manifest, write_manifest
 from .storage import (
     csv_text,
@@ -151,12 +151,8 @@ class RunDirectory:
         """
         path = self.path / "metrics.csv"
         self._refuse_changed_log("metrics.csv")
-        try:
+        with explained(f"{path} cannot be read", f"; expected the columns {', '.join(METRICS_HEADER)}"):
             return [_metric_row(row) for row in read_csv(path, self.checkpoint.lengths.get("metrics.csv"))]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            expected = f"expected the columns {', '.join(METRICS_HEADER)}"
-            problem = f"{type(error).__name__}: {printable(str(error))}"
-            raise UserError(f"{path} cannot be read: {expected}; {problem}") from error
 
     def write_spectra(self, spectra: dict[str, Tensor]) -> None:
         """Write the singular values of the final representations, float [dimension] by client."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import UserError
-from ..untrusted import MOST_BYTES, NAME_PATTERN, parse_yaml, printable, read_regular_file
+from ..errors import explained
+from ..untrusted import MOST_BYTES, NAME_PATTERN, parse_yaml, read_regular_file
 from .directory import HISTORY, RunDirectory
 from .storage import read_csv
 
@@ -117,7 +117,7 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     directory = RunDirectory.open(path)
-    try:
+    with explained(f"{path} cannot be read as a run's folder"):
         recipe = parse_yaml(read_regular_file(path / "recipe.yaml", MOST_BYTES).decode(), str(path / "recipe.yaml"))
         _check_recipe(recipe)
         values = {(number, who, metric): value for number, who, metric, value in directory.read_metrics()}
@@ -127,11 +127,6 @@ def read_run(path: str | Path) -> Run:
         seconds = sum(_from_zero(row["seconds"], "timings.csv") for row in read_csv(path / "timings.csv"))
         history = read_csv(path / HISTORY)
         refused = directory.read_refused()
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        problem = printable(" ".join(str(error).split()))
-        raise UserError(f"{path} cannot be read as a run's folder: {problem}") from error
     return Run(path, recipe, values, class_names, class_counts, history, refused, seconds)
 
 
@@ -141,11 +136,9 @@ def read_spectra(path: Path) -> list[list[float]]:
     Empty if the run has none. A UserError is raised if the file cannot be read.
     """
     spectra: dict[str, list[float]] = {}
-    try:
+    with explained(f"{path / 'spectrum.csv'} cannot be read"):
         for row in read_csv(path / "spectrum.csv"):
             spectra.setdefault(row["client"], []).append(_from_zero(row["value"], "spectrum.csv", math.inf))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path / 'spectrum.csv'} cannot be read: {printable(str(error))}") from error
     return list(spectra.values())
 
 

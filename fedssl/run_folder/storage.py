@@ -17,9 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from safetensors import SafetensorError
-
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..untrusted import open_regular_file, printable, read_regular_file
 
 if TYPE_CHECKING:  # a process that waits for runs writes files without torch
@@ -268,14 +266,12 @@ def read_message(path: Path) -> Message:
     """Read what `write_message` wrote; raise UserError if the file is missing or damaged."""
     from ..messages import Message
 
-    try:
+    with explained(f"{path} cannot be read as a checkpoint"):
         data = read_regular_file(path)
         tensors = safetensors_of(data)
         length = int.from_bytes(data[:8], "little")
         fields = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["message"])
         return Message(tensors, fields["numbers"], fields["config"], fields["metrics"])
-    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as a checkpoint: {printable(str(error))}") from error
 
 
 def safetensors_of(data: bytes) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..data.datasets import Dataset, load_dataset
-from ..data.files import expanded, kind_of, list_files, split_folders
+from ..data.files import kind_of, list_files, split_folders
 from ..data.options import SOURCES, DataOptions
 from ..data.summary import summarise
 from ..engines.durations import format_duration
@@ -25,6 +25,7 @@ from ..recipe.overrides import read_values
 from ..recipe.recipe import Recipe
 from ..recipe.rules import public_image_users
 from ..reports.cost import format_flops
+from ..untrusted import expand_home
 from .files import Note, plain_table
 from .table import ExpectedData, Table, TableRow, TableScenario, cell_recipe
 
@@ -90,20 +91,20 @@ def _recipe_and_missing_data(
     if no_path:
         missing.append(f"give data.path=PATH, {needed}")
     recipe = cell_recipe(table, row, table.seeds[0], [*overrides, *([_PLACEHOLDER] if no_path else [])], scenario)
-    if not no_path and _is_missing(recipe.data.path, "data.path"):
+    if not no_path and _is_missing(recipe.data.path):
         missing.append(f"there is no {recipe.data.path}; put the data there or give data.path=PATH")
     if public_image_users(recipe) and recipe.data.public_path is None and not recipe.data.public_holdout:
         missing.append("give data.public_path=PATH, an .npz file or a folder of public images")
-    if _is_missing(recipe.data.public_path, "data.public_path"):
+    if _is_missing(recipe.data.public_path):
         missing.append(f"there is no {recipe.data.public_path}, the public images; put them there")
     for label, options in (recipe.evaluation.downstream or {}).items():
-        if _is_missing(options.path, f"evaluation.downstream.{label}.path"):
+        if _is_missing(options.path):
             missing.append(f"there is no {options.path}, the data of evaluation.downstream.{label}; put it there")
     return recipe, missing
 
 
-def _is_missing(path: Path | None, option: str) -> bool:
-    return path is not None and kind_of(expanded(path, option)) == "missing"
+def _is_missing(path: Path | None) -> bool:
+    return path is not None and kind_of(expand_home(path)) == "missing"
 
 
 def _scenario_table(table: Table, scenario: TableScenario, costs: Sequence[RunCost | None]) -> str:
@@ -146,7 +147,7 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     source = SOURCES[options.name]
     if source.torchvision is not None and source.shape is not None:  # its published size
         size = ExpectedData(images=source.images, classes=source.classes, shape=source.shape)
-    elif _is_missing(options.path, "data.path"):
+    elif _is_missing(options.path):
         if expected is None:
             return None
         size = expected
@@ -168,7 +169,7 @@ def _counted_files(options: DataOptions) -> ExpectedData:
     everything = options.model_copy(update={"public_holdout": 0, "train_limit": None})
     seen = summarise(everything.model_dump(mode="json"))
     assert seen is not None
-    folder = expanded(options.path, "data.path")
+    folder = expand_home(options.path)
     classes = set()
     if options.name == "folder" or options.labels == "folders":
         splits = split_folders(folder)

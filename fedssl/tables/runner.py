@@ -201,7 +201,7 @@ def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> No
     Raises:
         RuntimeError: an error in a worker that is not a UserError.
     """
-    threads, left = max(1, (os.cpu_count() or 1) // max(jobs, 1)), list(cells)
+    threads, left = max(1, (os.cpu_count() or 1) // jobs), list(cells)
     context = multiprocessing.get_context("spawn")  # a forked child may hang in torch's thread pool
     while left:
         with worker_pool(jobs, context, _begin, threads) as pool:
@@ -269,8 +269,8 @@ def run_table(
     jobs: int = 1,
     note: Note = lambda text: None,
     part: Part = ALL,
-) -> Path:
-    """Run the cells of a table that are not finished yet, write its results into `output`, and return this folder.
+) -> None:
+    """Run the cells of a table that are not finished yet, and write its results into `output`.
 
     All recipes are checked before anything runs. The table can be stopped at any moment; the same call continues it.
     Ctrl-C raises KeyboardInterrupt after the worker processes have ended. A cell that fails does not stop the others.
@@ -281,8 +281,6 @@ def run_table(
     Raises:
         UserError: a recipe is refused, another one made a cell in `output`, a file cannot be written, or cells failed.
     """
-    if jobs < 1:
-        raise UserError(f"jobs must be at least 1, got {jobs}")
     cells = table_cells(table, output, overrides)
     check_output(output, cells)
     _require_same_data(cells)
@@ -301,7 +299,6 @@ def run_table(
     if failures := progress.failures:
         listed = "; ".join(f"{cell}: {failures[cell]}" for cell in cells if cell in failures)
         raise CellsFailed(f"{len(failures)} of {len(mine)} runs failed: {listed}")
-    return output
 
 
 def _note_results(table: Table, results: Sequence[Results], output: Path, note: Note) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..errors import UserError
 from ..evaluation.metrics import DOWNSTREAM, EVALUATED, METRICS, OF_ARCHITECTURE
-from ..options import Options, explain_errors
+from ..options import Options, validated
 from ..recipe.overrides import part_name, read_values, recipe_names
 from ..recipe.presets import apply_preset
 from ..recipe.reading import parse_recipe, refuse_code
@@ -194,10 +194,7 @@ def load_table(name_or_path: str | Path, trust: bool = False) -> Table:
 
 def check_table(values: dict[str, Any], source: str, trust: bool = False) -> Table:
     """Check a table that is given as a mapping, as `load_table`; error messages call it `source`."""
-    try:
-        table = Table.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"{source}: {'; '.join(explain_errors(error, Table))}") from error
+    table = validated(Table, values, source)
     if not trust:
         settings = [table.settings, *(one.settings for one in table.scenarios), *(row.settings for row in table.rows)]
         refuse_code({name for values in settings for name in own_parts(values)}, source)

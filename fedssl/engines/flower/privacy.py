@@ -75,8 +75,7 @@ def _clipped_reply(
     if np.array_equal(old, new):
         new[0] += 1e-12 * max(1.0, abs(new[0]))  # Flower divides by the update's length
     if isinstance(privacy, LocalDP):
-        sensitivity = 2 * privacy.clipping_norm if privacy.sensitivity is None else privacy.sensitivity
-        mod: Any = LocalDpMod(privacy.clipping_norm, sensitivity, privacy.epsilon, privacy.delta)
+        mod: Any = LocalDpMod(privacy.clipping_norm, 2 * privacy.clipping_norm, privacy.epsilon, privacy.delta)
     else:
         mod = fixedclipping_mod
     config = ConfigRecord({KEY_CLIPPING_NORM: privacy.clipping_norm})

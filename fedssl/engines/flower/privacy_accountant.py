@@ -34,8 +34,8 @@ PRIVACY_FILE = "privacy_spent.json"
 def noise_multiplier(privacy: LocalDP | FixedClipping) -> float:
     """Return the noise's standard deviation divided by the largest L2 distance of clipped updates, 2 * clipping_norm.
 
-    With `local_dp` both are of one update; the option `sensitivity` changes the noise but not the distance. With
-    `fixed_clipping` both are of the clients' sum: the mean divides noise and distance by the same number.
+    With `local_dp` both are of one update. With `fixed_clipping` both are of the clients' sum: the mean divides noise
+    and distance by the same number.
     """
     if isinstance(privacy, LocalDP):
         return privacy.noise_deviation / (2 * privacy.clipping_norm)

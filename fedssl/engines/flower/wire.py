@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor
 
-from ...errors import SendableError, UserError
+from ...errors import SendableError, UserError, explained
 from ...messages import Message
 from ...run_folder.storage import safetensors_of, safetensors_parts
 
@@ -54,10 +53,6 @@ def to_records(message: Message) -> RecordDict:
     return RecordDict({name: kind(values) for (name, kind), values in zip(_RECORDS.items(), contents, strict=True)})
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def _plain_numbers(values: Mapping[str, float]) -> dict[str, int | float]:
     """Return the values without NumPy's types, which Flower refuses."""
     return {name: int(value) if isinstance(value, int) else float(value) for name, value in values.items()}
@@ -85,11 +80,9 @@ def from_records(records: RecordDict) -> Message:
     lists = [name for record in rest for name, value in record.items() if isinstance(value, list | bytes)]
     if lists:
         raise UserError(f"{lists[0]} is invalid: expected one value, got a list")
-    try:
+    with explained("the message's tensors cannot be read"):
         stored, names = safetensors_of(arrays[_FORMAT].data), list(layout["names"])
         tensors = {name: stored[name] for name in names}
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"the message's tensors cannot be read: {error!r}") from error
     faults = [f"of {tensor.dtype}" for tensor in stored.values() if tensor.dtype not in _DTYPES]
     faults += ["that it does not name"] * (len(names) != len(stored))
     if faults:
@@ -141,7 +134,7 @@ def on_disk(message: Message, folder: Path) -> Message:
         starts = {}
         for name, tensor in message.tensors.items():
             starts[name] = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
-            file.write(_bytes_of(tensor))
+            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         size = file.tell()
         file.flush()
         path = f"/proc/self/fd/{file.fileno()}"  # the mapping outlives the open file

@@ -82,7 +82,7 @@ def test_pages_and_arrays_are_read_by_channel(tmp_path):
         read_pixels(tmp_path / "pages.tif", 6, 6, 5, (0, 1))
     loaded = load_npz(save(tmp_path / "a.npz", x=values[None]), window=window)
     assert np.array_equal(loaded.train_images[0].numpy(), wanted)
-    refused("x in .* has 4 channels, but data.window has 2 pairs", npz_of(tmp_path, values[None], window=window[:2]))
+    refused("x in .*: 4 channels, but data.window has 2 pairs", npz_of(tmp_path, values[None], window=window[:2]))
 
 
 def test_percentiles_are_measured_on_the_training_images_and_stay(tmp_path, tiny):

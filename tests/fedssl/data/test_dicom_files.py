@@ -508,7 +508,7 @@ def test_files_without_a_window_of_their_own(tmp_path):
     save_array(tmp_path / "png" / "a.png", ramp(0, 4000, "u2"))
     refused(r"a\.png .*these pixels have no window of their own", options_of(tmp_path / "png", window=FILE))
     path = save(tmp_path / "p.npz", x=ramp(0, 4000, "u2")[None])
-    refused(r"x in .* names no window of its own", DataOptions(name="npz", path=path, window=FILE))
+    refused(r"x in .*: these pixels have no window of their own", DataOptions(name="npz", path=path, window=FILE))
 
 
 def test_the_first_of_several_frames(tmp_path, caplog):

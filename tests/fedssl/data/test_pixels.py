@@ -88,7 +88,7 @@ def test_npz_of_more_than_8_bits(tmp_path, dtype):
         assert images.amax((1, 2, 3)).unique().tolist() == [255]  # also of the darker ones
         assert images.amin((1, 2, 3)).unique().tolist() == [0]
     if dtype[0] == "f":
-        refused("floats, which have no full range", DataOptions(name="npz", path=path, window="full"))
+        refused("no full range, as they are floats", DataOptions(name="npz", path=path, window="full"))
     else:
         limits = np.iinfo(dtype)
         brightest = round((4000 - int(limits.min)) / (int(limits.max) - int(limits.min)) * 255)

@@ -194,7 +194,7 @@ def test_a_full_disk_leaves_nothing(folder, monkeypatch):
         refused(r"no space left to write .*decoded", options_of(folder))
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr("fedssl.data.stored_images.shutil.disk_usage", lambda path: usage)
-    says = r"the decoded images need 0\.0 MB in .*, where 0\.0 MB are free; free some space"
+    says = r"the decoded images need [\d.]+ kB in .*, where 1\.0 kB are free; free some space"
     refused(says, options_of(folder))
     assert list(decoded(folder).iterdir()) == []
 

@@ -74,8 +74,6 @@ def test_the_apps_folder_holds_the_recipe_and_is_replaced_but_nothing_else_is(ti
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(UserError, match="is not empty and not the folder of a Flower app"):
         write_app(recipe, tmp_path / "mine")
-    with pytest.raises(UserError, match="a Flower app needs a recipe with engine=flower, got engine=in-process"):
-        write_app(tiny(), tmp_path / "other")
 
 
 def test_any_description_makes_an_app_that_flower_builds(tiny, tmp_path):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from fedssl.engines import workers
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
@@ -38,13 +37,6 @@ def test_two_clients_at_a_time_give_the_same_run(method, finished, noisy, tmp_pa
     run(noisy(**FEW | METHODS[method], clients_parallel=2), tmp_path / "two")
     assert results(tmp_path / "two") == results(finished(noisy(**FEW | METHODS[method])))
     assert multiprocessing.active_children() == []
-
-
-def test_workers_are_spawned_where_there_is_no_server_to_fork_from(monkeypatch):
-    """What a worker is given is pickled in both cases."""
-    assert workers._process_context().get_start_method() == "forkserver"
-    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    assert workers._process_context().get_start_method() == "spawn"
 
 
 def test_the_order_in_which_clients_are_ready_leaves_no_trace_in_the_folder(tmp_path):

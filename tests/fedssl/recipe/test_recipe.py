@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedssl.data.options import DataOptions
 from fedssl.engines.in_process import resume, run
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
+from fedssl.options import validated
 from fedssl.parts import part_class, part_names
 from fedssl.recipe.overrides import flatten_keys
 from fedssl.recipe.reading import load_recipe, parse_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.recipe.show import describe_values, part_summary
-from fedssl.reports.evaluation import data_options, parse_data
+from fedssl.reports.evaluation import parse_data
 from fedssl.tables.table import load_table
 from fedssl.untrusted import PART_KEYS
 from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
@@ -51,7 +53,7 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
         ("architectures=[", ["not YAML"]),
-        ("evaluation.downstream={a_b: {name: digits}}", ["the label 'a_b' must consist of letters and digits"]),
+        ("evaluation.downstream={a_b: {name: digits}}", ["expected letters and digits alone, got 'a_b'"]),
         ("evaluation.downstream={a: {nme: digits}}", ["evaluation.downstream.a.nme: unknown key; did you mean name?"]),
         (
             "flower.differential_privacy={name: local_dp, epsilonn: 1, clipping_norm: 1, epsilon: 1, delta: 1e-5}",
@@ -197,7 +199,7 @@ def test_null_is_none_and_numbers_stay_numbers(tmp_path):
     recipe = load_recipe(tmp_path / "base.yaml", changes)
     assert (recipe.data.path, recipe.data.label_column, recipe.training.learning_rate) == (None, None, 1e-3)
     assert (recipe.seed, recipe.data.download) == (10, True)
-    assert data_options({"name": "npz", "path": 2024}).path == Path("2024")
+    assert validated(DataOptions, {"name": "npz", "path": 2024}, "data").path == Path("2024")
     for wrong in ("seed=true", "seed=0x10", "seed=99999999999999999999", "rounds=12:30"):
         with pytest.raises(UserError, match=r"input should be|more than 64 bits"):
             load_recipe(tmp_path / "base.yaml", [wrong])

@@ -44,7 +44,8 @@ def table_of(settings: dict[str, Any]) -> Table:
 
 
 def test_a_row_aligns_to_the_encoder_of_another_row_which_never_changes(tmp_path):
-    output = run_table(table_of({}), tmp_path / "out")
+    output = tmp_path / "out"
+    run_table(table_of({}), output)
     run = output / "oracle" / "seed-3"
     public = build_federation(load_stored_recipe(RunDirectory.open(run), trust=False)).dataset.public_images
     assert public is not None

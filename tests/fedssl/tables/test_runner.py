@@ -80,7 +80,7 @@ def ran(tiny_table, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder of the finished table, which is only read, and what was told meanwhile."""
     lines: list[str] = []
     output = tmp_path_factory.mktemp("tables") / "out"
-    assert run_table(tiny_table, output, CHANGES, note=lines.append) == output
+    run_table(tiny_table, output, CHANGES, note=lines.append)
     return output, lines
 
 
@@ -113,8 +113,6 @@ def test_a_bad_cell_names_its_row_before_anything_runs(tiny_table, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             run_table(tiny_table, tmp_path / "out", [override])
-    with pytest.raises(UserError, match="jobs must be at least 1"):
-        run_table(tiny_table, tmp_path / "out", jobs=0)
     assert not (tmp_path / "out").exists()
 
 

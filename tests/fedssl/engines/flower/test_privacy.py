@@ -89,12 +89,12 @@ def local_noise(count: int, **changes) -> torch.Tensor:
     return answer({"differential_privacy": LOCAL | changes}, message, message).tensors["online.w"]
 
 
-@pytest.mark.parametrize(("changes", "times"), [({"sensitivity": 0.5}, 1), ({}, 4)])
-def test_local_noise_has_the_documented_deviation_also_where_nothing_was_learnt(changes, times):
-    noise = local_noise(40000, epsilon=0.8, **changes)
-    # 0.5 * sqrt(2 ln(125000)) / 0.8; the deviation of 40000 draws is known to 0.35 per cent
-    assert float(noise.std()) == pytest.approx(times * 3.0280, rel=0.03)
-    assert abs(float(noise.mean())) < 6 * times * 3.0280 / 200
+@pytest.mark.parametrize(("epsilon", "deviation"), [(3.2, 3.0280), (0.8, 12.112)])
+def test_local_noise_has_the_documented_deviation_also_where_nothing_was_learnt(epsilon, deviation):
+    noise = local_noise(40000, epsilon=epsilon)
+    # 2 * sqrt(2 ln(125000)) / epsilon; the deviation of 40000 draws is known to 0.35 per cent
+    assert float(noise.std()) == pytest.approx(deviation, rel=0.03)
+    assert abs(float(noise.mean())) < 6 * deviation / 200
 
 
 def test_noise_does_not_follow_from_a_state_that_others_know():
@@ -212,7 +212,7 @@ def test_without_noise_and_clipping_the_run_is_the_plain_one(quick, finished, ti
         (FixedClipping(**CENTRAL), 1, 2.0),
         (FixedClipping(**CENTRAL | {"noise_multiplier": 10, "clipping_norm": 7, "delta": 1e-6}), 30, 5.0),
         (LocalDP(**LOCAL), 12, math.sqrt(2 * math.log(1.25e5)) / 0.5),
-        (LocalDP(**LOCAL | {"clipping_norm": 3, "sensitivity": 3}), 12, math.sqrt(2 * math.log(1.25e5)) / 0.5 / 2),
+        (LocalDP(**LOCAL | {"clipping_norm": 3, "epsilon": 1}), 12, math.sqrt(2 * math.log(1.25e5))),
     ],
 )
 def test_epsilon_is_that_of_dp_accounting(privacy, rounds, of_distance):
