@@ -308,8 +308,11 @@ def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
     start = {metric: value for number, who, metric, value in rows if number == 0 and who in ("mean", "global")}
     lines = {"raw pixels": {name.removeprefix("pixel_"): start[name] for name in start if name.startswith("pixel_")}}
     lines["before training"] = start
-    for who in dict.fromkeys(who for who, name in values if any(name == m.name for m in shown)):
-        lines[who] = {name: value for (owner, name), value in values.items() if owner == who}
+    owners = {who: who for who, name in values if any(name == m.name for m in shown)}
+    if list(owners) == ["0", "mean"]:  # a single client, as where images lie in one place
+        owners = {"0": "after training"}
+    for who, label in owners.items():
+        lines[label] = {name: value for (owner, name), value in values.items() if owner == who}
     table = TextTable("client", *(short_title(m.name) for m in shown), box=None, pad_edge=False)
     for who, found in lines.items():
         if found:

@@ -46,6 +46,9 @@ def test_bfloat16_is_taken_where_a_step_in_it_is_faster(has, given, share, expec
     assert timed == (["float32", "bfloat16"] if has and not given else ["float32"])
     same = shlex.split(next(line for line in out.splitlines() if line.startswith("The same as:")).partition(":")[2])
     assert ("training.precision=bfloat16" in same) == (expected == "bfloat16")
+    rows = [line[:16].strip() for line in out.splitlines()]
+    assert {"before training", "after training"} < set(rows)  # one client has no line of its own, and no mean
+    assert not {"0", "mean"} & set(rows)
 
 
 @pytest.mark.parametrize(
