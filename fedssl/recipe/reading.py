@@ -28,7 +28,9 @@ _GONE: dict[str, dict[str, Any]] = {
     | {"weights": None},
     "orchestra_clusters": {"average_target": True},
     "sliced_uniformity": {"tangent_spaces": None, "scale": "released"},
-    "fine_tune": {"rand_augment": True},
+    "fine_tune": {"rand_augment": True, "classifier_learning_rate": None, "weight_decay": None},
+    "semi_supervised_protocol": {"classifier_learning_rate": None, "weight_decay": None},
+    "differential_privacy": {"sensitivity": None},
 }
 
 
@@ -109,10 +111,9 @@ def load_stored_recipe(directory: RunDirectory, trust: bool = False, resuming: b
 def _leave_out_gone(values: dict[str, Any]) -> None:
     """Remove the options that are gone where they have the value that now always holds; the checks refuse others."""
     values.pop("client_states", None)  # no result depended on it
-    evaluation = values.get("evaluation")
-    fine_tune = evaluation.get("fine_tune") if isinstance(evaluation, dict) else None
-    mappings = [("training", values.get("training")), ("flower", values.get("flower")), ("fine_tune", fine_tune)]
-    mappings += [(part["name"], part) for _, part in parts_in(values)]
+    mappings = [(part["name"], part) for _, part in parts_in(values)]
+    for outer in (values, values.get("evaluation"), values.get("flower")):
+        mappings += outer.items() if isinstance(outer, dict) else ()
     for name, mapping in mappings:
         for option, still in _GONE.get(name, {}).items():
             if isinstance(mapping, dict) and mapping.get(option, ...) == still:

@@ -281,6 +281,7 @@ def test_a_layer_wise_run_has_no_more_rounds(finished, tiny, tmp_path):
         ("flower", "client_cpus", 1, 2),
         ("regularizers.0", "statistics", "batch", "running"),
         ("aggregators.0", "weights", None, [1.0, 2.0]),
+        ("evaluation.semi_supervised_protocol", "weight_decay", None, 0.1),
     ],
 )
 def test_a_stored_option_that_is_gone_is_left_out_or_refused_by_its_name(section, option, still, other, tiny, tmp_path):
@@ -288,8 +289,10 @@ def test_a_stored_option_that_is_gone_is_left_out_or_refused_by_its_name(section
     recipe = tiny(**ALIGNED)
     for number, value in enumerate((still, other)):
         values = recipe.model_dump(mode="json") | {"client_states": "memory"}
-        key, _, position = section.partition(".")
-        (values[key][int(position)] if position else values[key])[option] = value
+        mapping = values
+        for key in section.split("."):
+            mapping = mapping[int(key) if isinstance(mapping, list) else key]
+        mapping[option] = value
         directory = RunDirectory.create(tmp_path / str(number), {"recipe.yaml": yaml.safe_dump(values)})
         if value == still:
             assert load_stored_recipe(directory) == recipe
