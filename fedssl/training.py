@@ -235,7 +235,9 @@ def train_locally(
                 require_finite()
                 unchecked.clear()
     require_finite()
-    assert cost is not None
+    if cost is None or not steps:
+        images, size = len(client.images), options.batch_size
+        raise UserError(f"client {client.index} has {images} images, fewer than training.batch_size {size}")
     if keep_optimizer:
         _keep_optimizer(optimizer, model, client.memory)
     local.log("memory", cost.memory)
