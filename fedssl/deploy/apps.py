@@ -43,12 +43,12 @@ _insert_message = start_client_internal._insert_message
 
 
 def write_app(recipe: Recipe, folder: Path, output: str | None = None) -> None:
-    """Write the app of a recipe into a folder that is new, or an app's, which is then replaced.
+    """Write the app of a recipe with engine flower into a folder that is new, or an app's, which is then replaced.
 
     `output` is the run's folder on the SuperLink's machine, by default runs/NAME-seedN.
 
     Raises:
-        UserError: the engine is not flower; the recipe names a part file; the folder holds something else.
+        UserError: the recipe names a part file; the folder holds something else.
     """
     part_files = [name for name in own_parts(recipe.model_dump()) if name.endswith(".py")]
     if part_files:

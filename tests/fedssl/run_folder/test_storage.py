@@ -219,7 +219,7 @@ def test_what_a_killed_run_wrote_after_its_last_commit_does_not_count(tiny, tmp_
         ("recipe.yaml", "- 1\n", "cannot be read as a run's folder .*`name` or `rounds` is missing"),
         ("recipe.yaml", "{", "recipe.yaml is not YAML"),
         ("partition.csv", "client,cat\n0,many\n", "cannot be read as a run's folder .*'many'"),
-        ("metrics.csv", "round,client,value\n1,0,3.5\n", "metrics.csv cannot be read .*; expected the columns"),
+        ("metrics.csv", "round,client,value\n1,0,3.5\n", r"cannot be read \('metric'\); expected the columns round, c"),
         ("checkpoints/manifest.json", "{", "manifest.json cannot be read as a checkpoint"),
     ],
 )
