@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
-from yaml.constructor import ConstructorError
-from yaml.events import AliasEvent, CollectionStartEvent
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.error import MarkedYAMLError
+from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode
 from yaml.representer import SafeRepresenter
 
 from .errors import UserError, explained
@@ -146,11 +145,9 @@ def plot_text(text: str) -> str:
 
 #: bytes of the largest YAML file; shipped ones have a few thousand
 MOST_BYTES = 2**20
-_DEEPEST = 50  # mappings and lists inside each other
 _MOST_VALUES = 100_000  # with every alias written out
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = tuple(_TAG + kind for kind in ("int", "float", "bool", "timestamp"))
-_KINDS = ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
 
 
 def scalar_text(value: bool | int | float) -> str:
@@ -166,89 +163,55 @@ def parse_yaml(text: str, source: str) -> Any:
     which options read numbers and booleans. Keys are always texts. Error messages call the text `source`.
 
     Raises:
-        UserError: the text is not YAML; a key occurs twice or is not text; a value is not what its tag promises; an
-            integer does not fit into 64 bits; a text holds control characters; the nesting is too deep, or aliases
-            repeat too much. The message names the line.
+        UserError: the text is too long or no YAML, a key occurs twice, a text holds control characters, or aliases
+            repeat too much.
     """
     if len(text) > MOST_BYTES:
         raise UserError(f"{source} has {len(text):,} characters; expected YAML of at most {MOST_BYTES:,}")
-    try:
+    with explained(f"{source} is not YAML"):
         return yaml.load(text, _StrictLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{source} is not YAML: {printable(' '.join(str(error).split()))}") from error
-    except _Refused as error:
-        raise UserError(f"{source}, line {error.line}: {error}") from error
-
-
-class _Refused(Exception):
-    def __init__(self, node: Node, problem: str):
-        super().__init__(problem)
-        self.line = node.start_mark.line + 1
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with bounds, and without its silent last-one-wins for keys."""
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self._depth = 0
-        self._sizes: dict[Node, tuple[int, int]] = {}  # values and depth of each node with its aliases written out
+    """PyYAML's safe loader without its silent last-one-wins for keys, and with a bound on what aliases repeat."""
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> Any:
         tag = super().resolve(kind, value, implicit)
         is_text = kind is ScalarNode and tag in _NUMBERS and not _is_as_written(tag, value)
         return _TAG + "str" if is_text else tag
 
-    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        repeated = self.check_event(AliasEvent)
-        self._depth += 1
-        if self._depth > _DEEPEST and self.check_event(CollectionStartEvent):  # deeper calls end in a RecursionError
-            raise _Refused(self._next_node(), f"mappings and lists are nested more than {_DEEPEST} deep")
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        assert node is not None
-        if not repeated:
-            self._check(node)
-        elif node not in self._sizes:
-            raise _Refused(self._next_node(), "an alias stands inside the value that it repeats")
+    def compose_document(self) -> Node | None:
+        node = super().compose_document()
+        if node is not None and _count_values(node, {}) > _MOST_VALUES:
+            raise ValueError(f"its aliases repeat more than {_MOST_VALUES:,} values")
         return node
 
-    def _next_node(self) -> Node:
-        return ScalarNode("", "", self.peek_event().start_mark)
+    def compose_scalar_node(self, anchor: Any) -> ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if printable(node.value, keep="\n\t") != node.value:
+            raise MarkedYAMLError(problem=f"{node.value[:80]!r} holds control characters", problem_mark=node.start_mark)
+        return node
 
-    def _check(self, node: Node) -> None:
-        """Check a complete node; the nodes inside it have been checked before."""
-        inner: list[Node] = []
-        if node.tag not in [_TAG + kind for kind in _KINDS]:
-            raise _Refused(node, f"the tag {printable(node.tag)[:80]!r} is not supported; remove it")
-        if isinstance(node, MappingNode):
-            _refuse_bad_keys(node)
-            inner = [part for pair in node.value for part in pair]
-        elif isinstance(node, SequenceNode):
-            inner = node.value
-        elif isinstance(node, ScalarNode):
-            _refuse_controls(node)
-        values = 1 + sum(self._sizes[part][0] for part in inner)
-        depth = 1 + max((self._sizes[part][1] for part in inner), default=0)
-        if values > _MOST_VALUES:
-            raise _Refused(node, f"aliases repeat this to more than {_MOST_VALUES:,} values; shorten it")
-        if depth > _DEEPEST + 1:
-            raise _Refused(node, f"mappings and lists are nested more than {_DEEPEST} deep")
-        self._sizes[node] = values, depth
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if key.value in keys:
+                problem = f"the key {key.value[:80]!r} stands there already; remove one of them"
+                raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            if key.tag != _TAG + "merge":
+                key.tag = _TAG + "str"
+            keys.add(key.value)
+        return node
 
-    def construct_object(self, node: Node, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-        except (ConstructorError, _Refused):
-            raise
-        except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-            shown = printable(str(node.value))[:40] if isinstance(node, ScalarNode) else "this"
-            kind = node.tag.rpartition(":")[2]
-            raise _Refused(node, f"{shown!r} is not a valid {kind}; write it in quotes if it is a text") from error
-        if isinstance(value, int) and abs(value) >= 2**63:
-            problem = f"the integer {str(node.value)[:20]}... has more than 64 bits; write it in quotes if it is a text"
-            raise _Refused(node, problem)
-        return value
+
+def _count_values(node: Node, counted: dict[Node, int]) -> int:
+    """Return the number of values in a node with its aliases written out."""
+    if node not in counted:
+        parts = node.value if isinstance(node, CollectionNode) else []
+        inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        counted[node] = 1 + sum(_count_values(one, counted) for one in inner)
+    return counted[node]
 
 
 def _is_as_written(tag: str, text: str) -> bool:
@@ -261,25 +224,6 @@ def _is_as_written(tag: str, text: str) -> bool:
     except ValueError:  # such as 0x10, 12:30, or thousands of digits
         return False
     return scalar_text(value) == text
-
-
-def _refuse_bad_keys(node: MappingNode) -> None:
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        if not isinstance(key, ScalarNode):
-            raise _Refused(key, "the key [...] is not text; write a text")
-        if key.tag != _TAG + "merge":
-            key.tag = _TAG + "str"
-        if key.value in lines:
-            problem = f"the key {key.value[:80]!r} stands there already on line {lines[key.value]}; remove one of them"
-            raise _Refused(key, problem)
-        lines[key.value] = key.start_mark.line + 1
-
-
-def _refuse_controls(node: ScalarNode) -> None:
-    if printable(node.value, keep="\n\t") != node.value:
-        shown = printable(node.value)
-        raise _Refused(node, f'the text "{shown[:80]}" holds control characters; remove them')
 
 
 #: recipe keys that hold parts, each with the folder in which a part is looked up and whether the key holds a list

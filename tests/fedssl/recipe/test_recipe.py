@@ -38,7 +38,7 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
     [
         ("trainin.batch_size=16", ["trainin: unknown key", "did you mean training?"]),
         ("training.batch_size=abc", ["training.batch_size", "integer", "'abc'"]),
-        ("rounds=9223372036854775808", ["rounds", "has more than 64 bits"]),
+        ("rounds=9223372036854775808", ["rounds", "at most 2147483647"]),
         ("objective.hidden_features=2147483648", ["hidden_features: input should be at most 2147483647"]),
         ("evaluation.linear.learning_rate=1e308", ["evaluation.linear.learning_rate: input should be at most 1e+38"]),
         ("training.batch_size=1", ["training.batch_size", "greater than or equal to 2", "got 1"]),
@@ -201,7 +201,7 @@ def test_null_is_none_and_numbers_stay_numbers(tmp_path):
     assert (recipe.seed, recipe.data.download) == (10, True)
     assert validated(DataOptions, {"name": "npz", "path": 2024}, "data").path == Path("2024")
     for wrong in ("seed=true", "seed=0x10", "seed=99999999999999999999", "rounds=12:30"):
-        with pytest.raises(UserError, match=r"input should be|more than 64 bits"):
+        with pytest.raises(UserError, match="input should be"):
             load_recipe(tmp_path / "base.yaml", [wrong])
 
 
