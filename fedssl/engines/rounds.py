@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -22,12 +20,10 @@ from ..evaluation.verdict import too_short
 from ..federation import Federation
 from ..guard import CAPPED, REFUSED, TOLD_CAPPED, reasons_in
 from ..messages import Message
-from ..models.encoders import stem_sentence
 from ..models.model import Model
 from ..randomness import deterministic_on, seed_for
-from ..recipe.presets import PAPER
 from ..recipe.recipe import Recipe
-from ..run_folder.directory import IMAGE_SHAPE, LARGE, MetricRow, RunDirectory
+from ..run_folder.directory import IMAGE_SHAPE, MetricRow, RunDirectory
 from ..run_folder.storage import csv_text
 from ..training import steps_of_round
 from ..untrusted import quoted
@@ -83,7 +79,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     observers = Observers([TensorBoard(), observer])
     observers.run_began(recipe, directory.path, first)
     try:
-        for sentence in _told_before(federation, directory.path) if first == 0 else ():
+        for sentence in _told_before(federation) if first == 0 else ():
             observers.inform(sentence)
         for number in range(first, recipe.rounds + 1):
             if ended := _no_gain(recipe, directory):
@@ -122,25 +118,9 @@ def _no_gain(recipe: Recipe, directory: RunDirectory) -> str | None:
     )
 
 
-def _told_before(federation: Federation, path: Path) -> Iterator[str]:
-    """Yield what a user should know before a run that takes long: costly stems, large states, and what is measured."""
+def _told_before(federation: Federation) -> Iterator[str]:
+    """Yield what a user should know before a run that takes long: that it is too short, and what is measured."""
     recipe, dataset = federation.recipe, federation.dataset
-    state_bytes: dict[str, int] = {}
-    for k, architecture in enumerate(map(recipe.architecture_of, range(recipe.partition.clients))):
-        if architecture in state_bytes:
-            continue
-        model = federation.new_model(k)
-        entries = model.state_dict()
-        state_bytes[architecture] = sum(entries[name].nbytes for name in federation.method.kept_entries(model))
-        if recipe.model.stem == "auto" and not recipe.preset.startswith(PAPER):
-            sentence = stem_sentence(architecture, model.encoder)
-            yield from [sentence] if sentence else []
-    states = sum(state_bytes[recipe.architecture_of(k)] for k in range(recipe.partition.clients))
-    if recipe.engine != "flower" and states >= LARGE:
-        yield (
-            f"the states of the clients take {states / 1e6:,.0f} MB or more for each round that is kept "
-            f"(checkpoints); {shutil.disk_usage(path).free / 1e6:,.0f} MB are free in {path}"
-        )
     images = sum(map(len, federation.client_rows)) if recipe.schedule.trains and recipe.preset != "none" else 0
     if short := too_short(
         recipe.model_dump(include={"model", "training", "partition", "clients_per_round", "rounds"}), images

@@ -21,13 +21,6 @@ CHANGEABLE = (
     *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds"),
     *("flower.grace", "flower.epsilon_budget", "checkpoints"),
 )
-#: why another option may not, by its first key; all others are what the finished rounds were trained with
-_REASONS = {
-    "name": "reports and tables know the run by it",
-    "preset": "it was replaced by the options that it filled in",
-    "seed": "every random number of the run follows from it",
-    "engine": "it keeps the clients' states and their numbers of threads in its own way",
-}
 
 
 class Change(NamedTuple):
@@ -54,9 +47,8 @@ def changed_recipe(file: Path, stored: Recipe, overrides: Sequence[str], done: i
     for override in overrides:
         key, equals, _ = override.partition("=")
         if equals and not any(key == option or key.startswith(f"{option}.") for option in CHANGEABLE):
-            reason = _REASONS.get(key.partition(".")[0], f"the run was trained with it so far ({rounds_done(done)})")
             raise UserError(
-                f"{key} cannot change when a run goes on: {reason}. Start a new run for it; only "
+                f"{key} cannot change when a run goes on ({rounds_done(done)}): start a new run for it; only "
                 f"{', '.join(CHANGEABLE)} can change"
             )
         apply_override(values, override)

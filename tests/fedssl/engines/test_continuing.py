@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ import fedssl
 from fedssl.engines import in_process, rounds
 from fedssl.engines.continuing import Engine
 from fedssl.engines.in_process import resume
-from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.export.trained_encoder import encoder_of_run
 from fedssl.messages import Message
@@ -74,8 +72,8 @@ def test_the_history_is_kept_and_shown(two_rounds):
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "fewer": (["rounds=1"], "rounds=1 is fewer than before: 2 rounds are done"),
-    "seed": (["rounds=4", "seed=3"], "seed cannot change when a run goes on: every random number"),
-    "training": (["training.learning_rate=1"], r"learning_rate cannot change .* trained with it so far \(2 rounds are"),
+    "seed": (["rounds=4", "seed=3"], rr"seed cannot change when a run goes on \(2 rounds are done\)"),
+    "training": (["training.learning_rate=1"], r"learning_rate cannot change when a run goes on \(2 rounds are"),
     "a part": (["regularizers.0.name=./evil.py"], r"regularizers\.0\.name cannot change"),
     "no key": (["fedbyol"], "'fedbyol' is not key=value"),
     "finished": (["evaluation.every=1"], "is finished, so nothing would be done with another evaluation.every"),
@@ -171,16 +169,11 @@ def test_a_run_that_gets_no_better_ends_and_its_best_round_is_exported(kind, tin
         tiny(evaluation={"patience": 1})
 
 
-def test_of_large_states_one_round_is_kept_and_they_are_told_before(tiny, tmp_path, monkeypatch):
+def test_of_large_states_one_round_is_kept(tiny, tmp_path, monkeypatch):
     small = in_process.run(tiny(**ONE), tmp_path / "small")
     assert [one.round for one in small.checkpoint.earlier] == [0, 1]
-    for module in (rounds, directory):
-        monkeypatch.setattr(module, "LARGE", 10_000)
-    told = Mock(Observer())
-    large = in_process.run(tiny(**ONE), tmp_path / "large", told)
-    assert large.checkpoint.earlier == []
-    said = " ".join(call.args[0] for call in told.inform.call_args_list)
-    assert re.search(r"the states of the clients take \d+ MB or more for each round that is kept .* MB are free", said)
+    monkeypatch.setattr(directory, "LARGE", 10_000)
+    assert in_process.run(tiny(**ONE), tmp_path / "large").checkpoint.earlier == []
 
 
 # Back to an earlier round
