@@ -72,7 +72,7 @@ def test_the_history_is_kept_and_shown(two_rounds):
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "fewer": (["rounds=1"], "rounds=1 is fewer than before: 2 rounds are done"),
-    "seed": (["rounds=4", "seed=3"], rr"seed cannot change when a run goes on \(2 rounds are done\)"),
+    "seed": (["rounds=4", "seed=3"], r"seed cannot change when a run goes on \(2 rounds are done\)"),
     "training": (["training.learning_rate=1"], r"learning_rate cannot change when a run goes on \(2 rounds are"),
     "a part": (["regularizers.0.name=./evil.py"], r"regularizers\.0\.name cannot change"),
     "no key": (["fedbyol"], "'fedbyol' is not key=value"),
