@@ -20,8 +20,10 @@ from ..evaluation.verdict import too_short
 from ..federation import Federation
 from ..guard import CAPPED, REFUSED, TOLD_CAPPED, reasons_in
 from ..messages import Message
+from ..models.encoders import stem_sentence
 from ..models.model import Model
 from ..randomness import deterministic_on, seed_for
+from ..recipe.presets import PAPER
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, MetricRow, RunDirectory
 from ..run_folder.storage import csv_text
@@ -119,8 +121,11 @@ def _no_gain(recipe: Recipe, directory: RunDirectory) -> str | None:
 
 
 def _told_before(federation: Federation) -> Iterator[str]:
-    """Yield what a user should know before a run that takes long: that it is too short, and what is measured."""
+    """Yield what a user should know before a run that takes long: costly stems, too few steps, and what is measured."""
     recipe, dataset = federation.recipe, federation.dataset
+    if recipe.model.stem == "auto" and not recipe.preset.startswith(PAPER):
+        first = {recipe.architecture_of(k): k for k in reversed(range(recipe.partition.clients))}
+        yield from filter(None, (stem_sentence(name, federation.new_model(k).encoder) for name, k in first.items()))
     images = sum(map(len, federation.client_rows)) if recipe.schedule.trains and recipe.preset != "none" else 0
     if short := too_short(
         recipe.model_dump(include={"model", "training", "partition", "clients_per_round", "rounds"}), images

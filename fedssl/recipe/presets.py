@@ -164,7 +164,7 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     for adapt in (
         *(() if paper else (_adapt_partition, _continue_gently, _choose_rounds)),
         *(_choose_image_size, _switch_off_colours, _take_public_images, _adapt_batch),
-        *(() if paper or name in ("digits", "small_sgd") else (_limit_evaluation,)),
+        *(() if paper or name in ("digits", "small_sgd") else (_limit_evaluation, _mention_weights)),
     ):
         with contextlib.suppress(*_OF_INVALID_VALUES):
             reasons += adapt(_Filled(values, given, preset, data))
@@ -321,6 +321,17 @@ def _adapt_batch(recipe: _Filled) -> list[str]:
         partition["min_samples"] = batch
         reasons.append(f"partition.min_samples is {batch}, so that every client can fill a batch.")
     return reasons
+
+
+def _mention_weights(recipe: _Filled) -> list[str]:
+    """Say what starting from scratch is to be compared with, where a recipe has images of the user's own."""
+    own = recipe.values["data"].get("name") in _OWN_IMAGES
+    if not own or recipe.values.get("model", {}).get("weights") is not None:
+        return []
+    return [
+        "Networks start from scratch: from ImageNet's weights they may learn more in less time "
+        "(model.weights; docs/does_federating_pay.md)."
+    ]
 
 
 def _limit_evaluation(recipe: _Filled) -> list[str]:

@@ -104,6 +104,13 @@ def test_what_the_recipe_or_an_override_says_goes_first(tmp_path):
     assert (recipe.partition.name, recipe.partition.clients, recipe.rounds) == ("iid", 5, 3)
 
 
+def test_training_from_scratch_on_own_images_names_what_to_compare_it_with(tmp_path):
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8))
+    own = ["data.name=npz", f"data.path={tmp_path / 'a.npz'}"]
+    for words, told in ((own, True), ([*own, "model.weights=a.pt"], False), ([], False)):
+        assert ("docs/does_federating_pay.md" in " ".join(fill_in("fedbyol", words, False).reasons)) == told
+
+
 def test_a_resolved_recipe_is_read_back_without_its_data(tmp_path):
     recipe = load_recipe("hetero_ssfl", images(tmp_path / "own.npz", 700, (28, 28)))
     (tmp_path / "stored.yaml").write_text(recipe.to_yaml())
