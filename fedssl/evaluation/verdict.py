@@ -46,7 +46,8 @@ def verdict(run: Run) -> list[str]:
     """Return sentences that say whether a finished run's encoder has learned; empty where nothing was measured.
 
     The figure is `view_retrieval`: of the images' random views, how many are more like another view of the same image
-    than like any other image. The encoder must be ahead of what it was before training and of the raw pixels.
+    than like any other image. The encoder must be ahead of what it was before training and of the raw pixels, by more
+    than chance.
     """
     after = run.evaluated("view_retrieval", "after")
     if after is None or not run.finished:
@@ -60,8 +61,8 @@ def verdict(run: Run) -> list[str]:
     sentences = [f"{found} ({compared})." if compared else f"{found}."]
     if behind:
         sentences.append(
-            f"This encoder has NOT learned: it is no better than {' and '.join(behind)}. Train it longer (--minutes), "
-            "at a lower training.learning_rate, or on more images."
+            f"This encoder has NOT learned: it is not ahead of {' and '.join(behind)} by more than chance "
+            f"({_MARGIN} points). Train it longer (--minutes), at a lower training.learning_rate, or on more images."
         )
     elif ahead_of:
         sentences.append(f"So it has learned: it is ahead of {' and of '.join(ahead_of)}.")
