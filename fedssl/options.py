@@ -58,8 +58,9 @@ class Options(BaseModel):
     @classmethod
     def _moderate(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse numbers with which torch, which counts in 64 bits and computes in float32, could do nothing."""
-        for kind, most in ((int, 2**31 - 1), (float, 1e38)):
-            if isinstance(value, kind) and abs(value) > most and info.field_name != "seed":
+        most_of_integers = 2**63 - 1 if info.field_name == "seed" else 2**31 - 1
+        for kind, most in ((int, most_of_integers), (float, 1e38)):
+            if isinstance(value, kind) and abs(value) > most:
                 raise PydanticCustomError("moderate", f"input should be at most {most!r} in magnitude")
         return value
 

@@ -125,7 +125,7 @@ class Recipe(Options):
         description="which preset filled in what the recipe leaves open; auto, which a file has without this key, "
         "chooses one for the data, and none takes the defaults",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="every random number of the run follows from it")
+    seed: int = Field(0, ge=0, description="every random number of the run follows from it")
     rounds: int = Field(..., ge=1, description="rounds of the whole run")
     clients_per_round: int | None = Field(None, ge=1, description="clients sampled in each round; all by default")
     client_dropout: float = Field(
