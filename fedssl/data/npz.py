@@ -1,10 +1,12 @@
 """Datasets in .npz files, whose arrays are checked before they are read."""
 
 import math
+import os
+import zipfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError, explained
 from ..untrusted import expand_home, printable
-from .files import kind_of, listed
+from .files import first_bytes, kind_of, listed, remedy
 from .options import DataOptions
 from .pixels import Window, channels_first, notify_of_copies, to_uint8
 from .splits import LabelledImages, Splits, unlabelled
@@ -23,6 +25,7 @@ from .stored_images import available_memory
 from .windows import window_of_arrays
 
 _SHARE_OF_MEMORY = 0.5  # the clients' shares are copies
+_LONGEST_HEADER = 10_000  # bytes, as numpy limits it
 _MOST_CLASSES = 65536
 _TRAIN_AND_TEST_KEYS = (
     ("x_train", "y_train", "x_test", "y_test"),
@@ -125,7 +128,7 @@ def _split_keys(names: list[str], path: Path) -> list[tuple[str, str]]:
         accepted = " or ".join(", ".join(keys) for keys in _TRAIN_AND_TEST_KEYS)
         raise UserError(
             f"{printable(path)} has the arrays {listed(names)}; expected {accepted}, or images alone (x_train, "
-            "train_images or x), which are then without labels"
+            f"train_images or x), which are then without labels{'' if path.suffix == '.npz' else remedy([path])}"
         )
     validation = [pair for pair in _VALIDATION_KEYS if present.issuperset(pair)][:1]
     return [(keys[0], keys[1]), (keys[2], keys[3]), *validation]
@@ -140,20 +143,28 @@ def _is_multi_label(array: NDArray[Any]) -> bool:
 
 def _to_labels(array: NDArray[Any], name: str) -> Tensor:
     """Convert integers from 0, [n] or [n, 1], to int64 [n]."""
-    labels = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
-    if labels.dtype.kind not in "iub" or labels.ndim != 1 or not len(labels):
+    if array.dtype.kind not in "iub":
+        missing = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
         raise UserError(
-            f"{name} has type {array.dtype} and shape {list(array.shape)}; expected integers [n] or [n, 1], one class "
-            "an image: leave out images without a label"
+            f"{name} has type {array.dtype}{f' and {missing} labels that are NaN' if missing else ''}; labels must be "
+            "integers from 0: leave out images without a label, and save the others' labels by .astype(int)"
         )
-    if labels.min() < 0 or labels.max() >= _MOST_CLASSES:
-        raise UserError(f"{name} has labels from {labels.min()} to {labels.max()}; number the classes 0, 1, 2, ...")
-    return torch.from_numpy(labels.astype(np.int64))
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1:
+        raise UserError(f"{name} has shape {list(array.shape)}; expected [n] or [n, 1], one class an image")
+    if len(array) == 0:
+        raise UserError(f"{name} is empty; at least one label is needed")
+    if array.min() < 0:
+        raise UserError(f"{name} has {int((array < 0).sum())} negative labels; labels must be 0, 1, 2, ...")
+    if array.max() >= _MOST_CLASSES:
+        raise UserError(f"{name} has the label {array.max()}; renumber the classes 0, 1, 2, ...")
+    return torch.from_numpy(array.astype(np.int64))
 
 
 def _class_names(names: NDArray[Any] | None, classes: int, path: Path) -> tuple[str, ...]:
     if names is None:
-        return tuple(map(str, range(classes)))
+        return tuple(str(index) for index in range(classes))
     if names.ndim != 1 or len(names) < classes:
         raise UserError(
             f"{printable(path)}: class_names has shape {list(names.shape)} but the labels reach {classes - 1}; "
@@ -171,33 +182,38 @@ class NpzArchive:
 
     def __init__(self, path: Path):
         """Open the file, or raise a UserError where it cannot be read or is no .npz file."""
-        self._shown = printable(path)
-        if kind_of(path) != "file":
-            raise UserError(
-                f"{self._shown} is no file; set data.path to an .npz file, or data.name=images for a folder"
-            )
-        with explained(f"{self._shown} cannot be read as an .npz file", "; write it with numpy.savez_compressed"):
-            try:
-                self._content = np.load(path, mmap_mode="r", allow_pickle=False)
-            except ValueError as error:  # whose message proposes to run what the file holds
-                raise ValueError("neither an archive nor an array of numbers") from error
-        self._array = self._content if isinstance(self._content, np.ndarray) else None
-        self.names: list[str] = self._content.files if self._array is None else ["x"]
+        self._shown = shown = printable(path)
+        kind = kind_of(path)
+        if kind == "missing":
+            raise UserError(f"there is no file {shown}; set data.path=FILE.npz to one that exists")
+        if kind == "folder":
+            raise UserError(f"{shown} is a folder, not an .npz file; set data.path to a file, or data.name=folder")
+        if kind == "special":
+            raise UserError(f"{shown} is a pipe or a device, not an .npz file; copy the data into a file")
+        self._path = path
+        self._zip: zipfile.ZipFile | None = None
+        if first_bytes(path, len(npy_format.MAGIC_PREFIX)) == npy_format.MAGIC_PREFIX:
+            self.names = ["x"]
+            return
+        advice = remedy([path]) or "; write it with numpy.savez_compressed, and check its permissions"
+        with explained(f"{shown} cannot be read as an .npz file", advice):
+            self._zip = zipfile.ZipFile(path)
+        self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
 
     def __enter__(self) -> "NpzArchive":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._array is None:
-            self._content.close()
+        if self._zip is not None:
+            self._zip.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an array, from its header alone."""
         return self._header(name)[0]
 
     def read(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Read arrays by name; a UserError names one that is damaged or holds objects, or says how large all are."""
-        sizes = {name: math.prod(shape) * dtype.itemsize for name in names for shape, dtype in [self._header(name)]}
+        """Read arrays by name; a UserError names one that is corrupt, holds Python objects or is too large."""
+        sizes = {name: self._checked_size(name) for name in names}
         total, available = sum(sizes.values()), available_memory()
         if total > _SHARE_OF_MEMORY * available:
             largest = max(sizes, key=lambda name: sizes[name])
@@ -208,22 +224,45 @@ class NpzArchive:
             )
         return {name: self._read_one(name) for name in names}
 
-    def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        if self._array is not None:
-            return self._array.shape, self._array.dtype
-        with self._readable(name), self._content.zip.open(f"{name}.npy") as file:
+    def _checked_size(self, name: str) -> int:
+        """Return the bytes of an array, from its header; they must be what the archive's directory says."""
+        shape, dtype, content = self._header(name)
+        if dtype.hasobject:
+            raise UserError(
+                f"{self._shown}: {printable(name)} is an object array, which is never read; save it as numbers (or "
+                "strings)"
+            )
+        size = math.prod(shape) * dtype.itemsize
+        if size != content:
+            shown = f"{size:,}" if size < 10**18 else f"10^{len(str(size)) - 1}"
+            raise UserError(
+                f"{self._shown}: {printable(name)} is corrupt: its header announces {shown} bytes, but the "
+                f"file holds {content:,}; copy or write the file again"
+            )
+        return size
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+        """Read an array's shape and type, and the number of bytes after its header."""
+        with self._whole(name), self._open(name) as file:
             first = npy_format.read_magic(file) == (1, 0)
+            # Version 3 differs from 2 in the names of the fields of structured types, which no image has.
             read = npy_format.read_array_header_1_0 if first else npy_format.read_array_header_2_0
-            shape, _, dtype = read(file)
-            return shape, dtype
+            shape, _, dtype = read(file, _LONGEST_HEADER)
+            if any(size < 0 for size in shape):
+                raise ValueError(f"invalid shape {shape}")
+            size = os.stat(self._path).st_size if self._zip is None else self._member(name).file_size
+            return shape, dtype, size - file.tell()
 
     def _read_one(self, name: str) -> NDArray[Any]:
-        if self._array is not None:
-            return np.array(self._array)
-        with self._readable(name):
-            return np.asarray(self._content[name])
+        with self._whole(name), self._open(name) as file:
+            return npy_format.read_array(file, allow_pickle=False)
 
-    def _readable(self, name: str) -> AbstractContextManager[None]:
-        return explained(
-            f"{self._shown}: {printable(name)} cannot be read", "; write the file again, with numbers alone"
-        )
+    def _whole(self, name: str) -> AbstractContextManager[None]:
+        return explained(f"{self._shown}: {printable(name)} is corrupt", "; copy or write the file again")
+
+    def _open(self, name: str) -> IO[bytes]:
+        return open(self._path, "rb") if self._zip is None else self._zip.open(self._member(name))
+
+    def _member(self, name: str) -> zipfile.ZipInfo:
+        assert self._zip is not None
+        return self._zip.getinfo(f"{name}.npy" if f"{name}.npy" in self._zip.namelist() else name)
