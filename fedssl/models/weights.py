@@ -209,7 +209,10 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
     if first in given and given[first].shape[1:2] == (3,) and channels != 3 and given[first].dim() == 4:
         summed = given[first].sum(dim=1, keepdim=True)
         given[first] = (summed / channels).expand(-1, channels, -1, -1).clone()
-        notes.append(f"the first convolution's weights are averaged over the colours, times 3 / {channels} channels")
+        how = "summed over the colours, as the images are grey"
+        if channels > 1:
+            how = f"averaged over the colours, as the images have {channels} channels"
+        notes.append(f"the first convolution's weights are {how}")
     stem, own_stem = ({n: t for n, t in state.items() if n.startswith("conv1.")} for state in (given, own))
     if has_small_image_stem(encoder) and stem and _misfits(own_stem, stem):
         given = {name: tensor for name, tensor in given.items() if name not in stem} | own_stem

@@ -329,7 +329,7 @@ def test_the_stem_for_small_images_says_what_it_leaves_out(architecture, shapes)
 
 def test_weights_of_colour_images_see_grey_ones_as_three_equal_channels():
     colour, grey = drawn("small_convnet", channels=3), build_encoder("small_convnet", 1, 8)
-    with pytest.warns(UserWarning, match="averaged over the colours, times 3 / 1 channels"):
+    with pytest.warns(UserWarning, match="summed over the colours"):
         load_weights(grey, colour.state_dict(), "small_convnet", "mine.pt")
     images = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)
     expected = extract_features(colour, images.expand(-1, 3, -1, -1))
