@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
 
 from ..accounting import StepCost
+from ..aggregators.base import PUBLIC_IMAGES
+from ..client import Client
 from ..errors import UserError
 from ..federation import Federation, build_federation
 from ..messages import Message
@@ -20,8 +23,8 @@ from .rounds import evaluate_after
 #: for which steps are timed before a run, and where its number of rounds follows from them
 SECONDS, _SECONDS_FOR_ROUNDS = 1.0, 3.0
 _SHORT = 60.0  # seconds of a run of which nothing is said
-#: of what is timed; the public images are more where a regularizer has a larger batch of them
-_SMALLEST_BATCH, _MOST_STEPS, _PUBLIC_IMAGES = 16, 1000, 100
+#: of what is timed; in a step the public images are more where a regularizer has a larger batch of them
+_SMALLEST_BATCH, _MOST_STEPS, _FEWEST_PUBLIC_IMAGES = 16, 1000, 8
 _TIMED = {"local_steps": _MOST_STEPS, "learning_rate": SMALLEST_RATE, "stop_at_collapse": False}
 #: a central run's rounds are pauses at which its state is kept: as many as are worth looking at
 _FEWEST_PAUSES, _MOST_PAUSES = 20, 100
@@ -35,51 +38,55 @@ class Pace:
     flops: float  # of such a step
     steps: float  # of all clients in one round
     parallel: int  # how many clients train at a time
-    others: float = 0.0  # seconds of a round in which the clients represent public images
-    before: float = 0.0  # seconds before the first round, in which they do the same and the server may train
+    others: float = 0.0  # seconds of a round in which public images are represented and the server aggregates
+    before: float = 0.0  # seconds before the first round, in which the same is done and the server may train
 
     def seconds(self, rounds: int) -> float:
         """Return the seconds of so many rounds, evaluations left out."""
         return self.before + rounds * (self.others + self.steps * self.step / self.parallel)
 
 
-def step_cost(federation: Federation, k: int, seconds: float) -> tuple[float, float, float]:
-    """Return the seconds and operations of client k's step, and the seconds of its opening round.
+def step_cost(federation: Federation, k: int, seconds: float) -> tuple[float, float]:
+    """Return the seconds and operations of client k's step, the mean of steps of about so many `seconds` in all.
 
-    They are means of steps of about so many `seconds` in all. The first step of a round is left out, as it is counted
-    and takes longer. Where a whole batch takes long a smaller one is timed, and the whole one takes as much longer as
-    it has more images; where no second step fits, it is at most what the first one took. Of a schedule's stages it is
-    the mean of the first and the last. Public images are timed alike: what a client sends in the opening round, it
-    sends again in later rounds.
+    The first step of a round is left out, as it is counted and takes longer. Where a whole batch takes long a smaller
+    one is timed, and the whole one takes as much longer as it has more images; where no second step fits, it is at most
+    what the first one took. Of a schedule's stages it is the mean of the first and the last.
     """
     rounds = (1, federation.method.rounds) if federation.method.schedule.cuts else (1,)
     costs = [_step_cost(federation, k, number, seconds / len(rounds)) for number in rounds]
-    step, flops, opening = map(fmean, zip(*costs, strict=True))
-    return step, flops, opening
+    return fmean(step for step, _ in costs), fmean(flops for _, flops in costs)
 
 
-def _step_cost(federation: Federation, k: int, number: int, seconds: float) -> tuple[float, float, float]:
+def _step_cost(federation: Federation, k: int, number: int, seconds: float) -> tuple[float, float]:
     whole = federation.method.training.batch_size
 
-    def timed(size: int, steps: int) -> tuple[float, StepCost, float]:
+    def timed(size: int, steps: int) -> tuple[float, StepCost]:
         small = _with_few_images(federation, size)
-        server, opening = _opened(small, k)
-        if small.dataset.public_images is not None and federation.dataset.public_images is not None:
-            opening *= len(federation.dataset.public_images) / len(small.dataset.public_images)
-        client, received = small.client(k, Message()), small.method.broadcast(server, [k], number)[k]
+        server, replies = _opening(small, [k])
+        opened = small.method.aggregate(server, replies, 0) if replies else server
+        client, received = small.client(k, Message()), small.method.broadcast(opened, [k], number)[k]
         began = time.perf_counter()
         _, cost = small.method.counted_round(client, received, number, most_steps=steps)
-        return _since(began, federation), cost, opening
+        return _since(began, federation), cost
 
-    size = min(whole, _SMALLEST_BATCH)
-    timed(size, 1)  # warms up
-    while (first := timed(size, 1)[0]) <= seconds / 8 and size < whole:
-        size = min(whole, 4 * size)
-        timed(size, 1)
+    def first_step(size: int) -> float:
+        timed(size, 1)  # warms up
+        return timed(size, 1)[0]
+
+    size, first = _largest(first_step, _SMALLEST_BATCH, whole, seconds)
     more = min(_MOST_STEPS - 1, int(seconds / first))
-    taken, cost, opening = timed(size, 1 + more)
+    taken, cost = timed(size, 1 + more)
     step = max(taken - first, 0.01 * first) / more if more else first
-    return step * whole / size, cost.flops * whole / size, opening
+    return step * whole / size, cost.flops * whole / size
+
+
+def _largest(timed: Callable[[int], float], least: int, whole: int, seconds: float) -> tuple[int, float]:
+    """Return a size and its seconds: from `least` on the first that takes an eighth of `seconds`, or the whole."""
+    size = min(whole, least)
+    while (taken := timed(size)) <= seconds / 8 and size < whole:
+        size = min(whole, 4 * size)
+    return size, taken
 
 
 def _since(began: float, federation: Federation) -> float:
@@ -88,15 +95,18 @@ def _since(began: float, federation: Federation) -> float:
     return time.perf_counter() - began
 
 
-def _with_few_images(federation: Federation, size: int) -> Federation:
-    """Return the federation with batches of so many images, the images of some of them, and few public images."""
+def _with_few_images(federation: Federation, size: int, public_images: int = 0) -> Federation:
+    """Return the federation with batches of so many images, the images of some of them, and so many public images.
+
+    By default there are as many public images as a step takes.
+    """
     method, dataset, whole = federation.method, federation.dataset, federation.method.training.batch_size
     training = method.training.model_copy(update=_TIMED | {"batch_size": size})
     terms = tuple(
         r.model_copy(update={"batch_size": max(2, r.batch_size * size // whole)}) if hasattr(r, "batch_size") else r
         for r in method.regularizers
     )
-    taken = max([_PUBLIC_IMAGES, *(getattr(r, "batch_size", 0) for r in terms)])
+    taken = public_images or max(_FEWEST_PUBLIC_IMAGES, 0, *(getattr(r, "batch_size", 0) for r in terms))
     public = None if dataset.public_images is None else dataset.public_images[:taken]
     short = method.with_short_server_training()
     return replace(
@@ -107,17 +117,58 @@ def _with_few_images(federation: Federation, size: int) -> Federation:
     )
 
 
-def _opened(federation: Federation, k: int) -> tuple[Message, float]:
-    """Return the server's state before round 1 if client k alone opens it, and the seconds that this takes k."""
-    method = federation.method
+def _opening(federation: Federation, clients: list[int]) -> tuple[Message, dict[int, Message]]:
+    """Return the server's first state, and the clients' answers in the opening round, if there is one.
+
+    One model of each architecture answers for all its clients.
+    """
+    method, first, replies = federation.method, dict[str, Client](), dict[int, Message]()
     server = method.initial_state()
-    if not method.opening_round:
-        return server, 0.0
-    client, received = federation.client(k, Message()), method.broadcast_opening(server, [k])[k]
+    sent = method.broadcast_opening(server, clients) if method.opening_round else {}
+    for k, message in sent.items():
+        name = federation.recipe.architecture_of(k)
+        first[name] = replace(first[name], index=k) if name in first else federation.client(k, Message())
+        replies[k] = method.client_round(first[name], message, 0)
+    return server, replies
+
+
+def _opening_seconds(federation: Federation, k: int, seconds: float) -> float:
+    """Return the seconds of client k's opening round, by as many public images as that time holds.
+
+    What it sends in it, it sends again in later rounds.
+    """
+    public = federation.dataset.public_images
+    whole = _FEWEST_PUBLIC_IMAGES if public is None else len(public)
+
+    def timed(count: int) -> float:
+        small = _with_few_images(federation, _SMALLEST_BATCH, count)
+        client, method = small.client(k, Message()), small.method
+        received = method.broadcast_opening(method.initial_state(), [k])[k]
+        began = time.perf_counter()
+        method.client_round(client, received, 0)
+        return _since(began, federation)
+
+    count, taken = _largest(timed, _FEWEST_PUBLIC_IMAGES, whole, seconds)
+    return taken * whole / count
+
+
+def _server_seconds(federation: Federation) -> float:
+    """Return the seconds in which the server joins the clients' answers and makes messages of them.
+
+    The answers are those on few public images, with random numbers in place of what all of them would give.
+    """
+    everyone = list(range(len(federation.client_rows)))
+    server, replies = _opening(_with_few_images(federation, _SMALLEST_BATCH), everyone)
+    method, generator = replace(federation.method, transport="float32"), torch.Generator().manual_seed(0)
+    for k, reply in replies.items():
+        for aggregator in method.aggregators:
+            for name, shape in (aggregator.expected(server, k, []) or {}).items():
+                if shape[0] == PUBLIC_IMAGES:
+                    sizes = method.sizes[PUBLIC_IMAGES], *reply.tensors[name].shape[1:]
+                    reply.tensors[name] = torch.randn(sizes, generator=generator)
     began = time.perf_counter()
-    reply = method.client_round(client, received, 0)
-    seconds = _since(began, federation)
-    return method.aggregate(server, {k: reply}, 0), seconds
+    method.broadcast(method.aggregate(server, replies, 0), everyone, 1)
+    return time.perf_counter() - began
 
 
 def measure_pace(federation: Federation, seconds: float) -> Pace:
@@ -134,16 +185,19 @@ def measure_pace(federation: Federation, seconds: float) -> Pace:
     try:
         for owned in owners.values():
             count = sum(steps_of_round(recipe.training, len(federation.client_rows[k])) for k in owned)
-            step, flops_of_step, opening = step_cost(federation, owned[0], seconds / len(owners))
+            step, flops_of_step = step_cost(federation, owned[0], seconds / len(owners))
             steps, training, flops = steps + count, training + count * step, flops + count * flops_of_step
-            sending += len(owned) * opening
+            if method.opening_round:
+                sending += len(owned) * _opening_seconds(federation, owned[0], seconds / len(owners))
     finally:
         torch.set_num_threads(threads)
-    before = sending / parallel
+    server = _server_seconds(federation) if method.opening_round else 0.0
+    before = server + sending / parallel
     if method.public_images is not None:
         passes = sum(getattr(aggregator, "epochs", 0) for aggregator in method.aggregators if aggregator.trains)
         before += passes * max(1, len(method.public_images) // recipe.training.batch_size) * training / steps
-    return Pace(training / steps, flops / steps, answering * steps, parallel, answering * sending / parallel, before)
+    others = server + answering * sending / parallel
+    return Pace(training / steps, flops / steps, answering * steps, parallel, others, before)
 
 
 def told_duration(federation: Federation) -> str | None:

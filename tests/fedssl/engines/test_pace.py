@@ -13,7 +13,6 @@ from fedssl.engines.pace import Pace, measure_pace, recipe_within
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.method import Method
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.short_runs import SMALL, contents
 
@@ -98,28 +97,33 @@ def clock(now, monkeypatch):
 def test_a_batch_is_timed_that_is_not_too_large(seconds, sizes, step, clock, tiny):
     values = {**CENTRAL, **SMALL, "training": {"batch_size": 40}}
     federation = build_federation(tiny(**values))
-    assert pace.step_cost(federation, 0, seconds) == (pytest.approx(step), 400, 0)
+    assert pace.step_cost(federation, 0, seconds) == (pytest.approx(step), 400)
     assert clock == sizes
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_round_also_represents_public_images(now, tiny, monkeypatch):
-    """Of images in 2 seconds each."""
+def test_a_round_also_represents_public_images_and_joins_them(now, tiny, monkeypatch):
+    """Of images in 2 seconds each, with 0.5 seconds for the server's messages and 3 where it joins the answers."""
     federation = build_federation(tiny(**ALIGNED, **SMALL))
-    recipe, images = federation.recipe, len(federation.dataset.public_images)
-    client_round = Method.client_round
+    recipe, images, method = federation.recipe, len(federation.dataset.public_images), type(federation.method)
+    taken = {"client_round": lambda self: 2.0 * len(self.public_images), "aggregate": lambda self: 3.0}
 
-    def takes_time(self, *given):
-        now[0] += 2.0 * len(self.public_images)
-        return client_round(self, *given)
+    def passing(name, seconds):
+        call = getattr(method, name)
 
-    monkeypatch.setattr(Method, "client_round", takes_time)
-    monkeypatch.setattr(pace, "_PUBLIC_IMAGES", 4)  # and no more than a regularizer's batch are timed
+        def passes(self, *given):
+            now[0] += seconds(self)
+            return call(self, *given)
+
+        monkeypatch.setattr(method, name, passes)
+
+    for name, seconds in (taken | {"broadcast": lambda self: 0.5}).items():
+        passing(name, seconds)
     clients = recipe.partition.clients
     found = measure_pace(federation, 1e-3)
-    assert found.before == found.others == pytest.approx(clients * 2.0 * images)
+    assert found.before == found.others == pytest.approx(3.5 + clients * 2.0 * images)
     half = replace(federation, recipe=recipe.model_copy(update={"client_dropout": 0.5}))
-    assert measure_pace(half, 1e-3).others == pytest.approx(clients * images)
+    assert measure_pace(half, 1e-3).others == pytest.approx(3.5 + clients * images)
 
 
 def test_of_stages_the_mean_of_the_first_and_the_last_is_told(clock, tiny):
@@ -127,7 +131,7 @@ def test_of_stages_the_mean_of_the_first_and_the_last_is_told(clock, tiny):
     size = recipe.training.batch_size
     federation = build_federation(recipe)
     step, flops = 2 * (0.1 + size), 10 * size * (1 + recipe.rounds) / 2
-    assert pace.step_cost(federation, 0, 1e5) == (pytest.approx(step), flops, 0)
+    assert pace.step_cost(federation, 0, 1e5) == (pytest.approx(step), flops)
 
 
 def test_only_a_run_that_takes_a_minute_is_told(clock, tiny, monkeypatch):
