@@ -104,8 +104,12 @@ class Federation:
             raise UserError(f"the state of client {index} lacks {missing[0]} of its model, which its next round needs")
         own = model.state_dict()
         for name, tensor in stored.items():
-            if name not in own or tensor.shape != own[name].shape:
-                raise UserError(f"the state of client {index} does not fit its model: {name} {list(tensor.shape)}")
+            if name not in own:
+                raise UserError(f"the state of client {index} holds {name}, which its model does not have")
+            given, expected = list(tensor.shape), list(own[name].shape)
+            if given != expected:
+                problem = f"{name} has shape {given}, expected {expected}"
+                raise UserError(f"the state of client {index} does not fit its model: {problem}")
         copy_entries(own, stored)
 
     def client_state(self, client: Client, round_number: int) -> Message:

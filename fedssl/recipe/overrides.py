@@ -26,6 +26,7 @@ from ..untrusted import (
 
 #: the augmentation of a recipe that names none
 DEFAULT_AUGMENTATION = "random_views"
+_MOST_KEYS = 20  # in an override's path
 _WEIGHTS = "model.weights"
 _ENCODERS = (_WEIGHTS, "oracle", "teacher")  # keys of files or folders with a network's weights
 
@@ -127,6 +128,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"{override!r} is not key=value, for instance training.batch_size=64")
     keys = path.split(".")
     value = read_text(Recipe, keys, text, f"the value of {override[:200]!r}")
+    if len(keys) > _MOST_KEYS:
+        raise UserError(f"{override[:80]!r}... names a key {len(keys)} levels deep; expected at most {_MOST_KEYS}")
     target: Any = values
     for i, key in enumerate(keys):
         last = i == len(keys) - 1

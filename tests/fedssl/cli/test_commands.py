@@ -247,6 +247,7 @@ def test_hostile_yaml(change, message, fedssl, tmp_path):
         ("rounds=true", "rounds: input should be a number or a text, not true or false"),
         ("rounds=" + "9" * 5000, "rounds: unable to parse input string as an integer"),
         ("seed=9223372036854775808", "seed: input should be at most 9223372036854775807"),
+        (".".join("a" * 2000) + "=1", "2000 levels deep"),
         ("name=\x1b[2J", "special characters are not allowed"),
         ('name="a\\nb"', "name: expected 1 to 200 characters on one line"),
         ("name=../../thesis", "holds a slash, so it cannot be a folder's name"),
