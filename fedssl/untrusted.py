@@ -163,13 +163,17 @@ def parse_yaml(text: str, source: str) -> Any:
     which options read numbers and booleans. Keys are always texts. Error messages call the text `source`.
 
     Raises:
-        UserError: the text is too long or no YAML, a key occurs twice, a text holds control characters, or aliases
-            repeat too much.
+        UserError: the text is too long or no YAML, a key occurs twice or is not text, a text holds control characters,
+            the nesting is too deep, or aliases repeat too much.
     """
     if len(text) > MOST_BYTES:
         raise UserError(f"{source} has {len(text):,} characters; expected YAML of at most {MOST_BYTES:,}")
     with explained(f"{source} is not YAML"):
-        return yaml.load(text, _StrictLoader)
+        try:
+            return yaml.load(text, _StrictLoader)
+        except RecursionError as error:
+            problem = "mappings and lists are nested too deeply, or an alias stands inside the value that it repeats"
+            raise ValueError(problem) from error
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -196,6 +200,8 @@ class _StrictLoader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         keys: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, ScalarNode):
+                raise MarkedYAMLError(problem="a key is a text, not [...] or {...}", problem_mark=key.start_mark)
             if key.value in keys:
                 problem = f"the key {key.value[:80]!r} stands there already; remove one of them"
                 raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
