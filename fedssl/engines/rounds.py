@@ -124,8 +124,8 @@ def _told_before(federation: Federation) -> Iterator[str]:
     """Yield what a user should know before a run that takes long: costly stems, too few steps, and what is measured."""
     recipe, dataset = federation.recipe, federation.dataset
     if recipe.model.stem == "auto" and not recipe.preset.startswith(PAPER):
-        first = {recipe.architecture_of(k): k for k in reversed(range(recipe.partition.clients))}
-        yield from filter(None, (stem_sentence(name, federation.new_model(k).encoder) for name, k in first.items()))
+        clients = {name: k for k, name in enumerate(recipe.architectures[: recipe.partition.clients])}
+        yield from filter(None, (stem_sentence(name, federation.new_model(k).encoder) for name, k in clients.items()))
     images = sum(map(len, federation.client_rows)) if recipe.schedule.trains and recipe.preset != "none" else 0
     if short := too_short(
         recipe.model_dump(include={"model", "training", "partition", "clients_per_round", "rounds"}), images
