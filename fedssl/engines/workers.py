@@ -106,8 +106,7 @@ def client_workers(federation: Federation, count: int) -> AbstractContextManager
 def give(pool: ProcessPoolExecutor, task: Task) -> Future[bytes]:
     """Give a task to a pool, which starts a worker for it where none is free."""
     try:
-        with interrupts_ignored():  # a spawned worker ignores them before it has imported anything
-            return pool.submit(_work, task)
+        return pool.submit(_work, task)
     except RuntimeError as error:
         if isinstance(error, BrokenProcessPool):
             raise

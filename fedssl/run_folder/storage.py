@@ -9,9 +9,11 @@ import io
 import json
 import os
 import re
+import signal
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,6 +97,27 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Raise Ctrl-C's KeyboardInterrupt after the body: in the middle of a pool's locks it leaves threads without an end."""
+    if threading.current_thread() is not threading.main_thread():  # which hears none, and can set no handler
+        yield
+        return
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _each(call: Callable[[str], object], names: Iterable[str]) -> None:
+    with _interrupted_later(), ThreadPoolExecutor(_AT_A_TIME) as threads:
+        list(threads.map(call, names))
+
+
 def flush_files(folder: Path, names: Iterable[str]) -> None:
     """Flush files of a folder to the disk, and then the folder."""
 
@@ -102,15 +125,13 @@ def flush_files(folder: Path, names: Iterable[str]) -> None:
         with writing(folder / name):
             sync_path(folder / name)
 
-    with ThreadPoolExecutor(_AT_A_TIME) as threads:
-        list(threads.map(flush, names))
+    _each(flush, names)
     sync_path(folder)
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
     """Remove files of a folder; missing ones are ignored. Raise OSError if one cannot be removed."""
-    with ThreadPoolExecutor(_AT_A_TIME) as threads:
-        list(threads.map(lambda name: (folder / name).unlink(missing_ok=True), names))
+    _each(lambda name: (folder / name).unlink(missing_ok=True), names)
 
 
 def require_new_folder(folder: Path) -> None:

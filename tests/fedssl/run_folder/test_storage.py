@@ -6,6 +6,8 @@ import errno
 import hashlib
 import json
 import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,6 +153,24 @@ def test_all_files_are_flushed_and_their_folder_last(tmp_path, monkeypatch):
     assert flushed[-1] == str(tmp_path)
     with pytest.raises(UserError, match="absent cannot be written: No such file"):
         flush_files(tmp_path, [*names, "absent"])
+
+
+def test_ctrl_c_waits_for_the_files_that_are_flushed(tmp_path, monkeypatch):
+    names = [f"{number}" for number in range(40)]
+    for name in names:
+        (tmp_path / name).touch()
+    flushed: list[int] = []
+
+    def fsync(handle: int) -> None:
+        flushed.append(handle)
+        if len(flushed) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    with pytest.raises(KeyboardInterrupt):
+        flush_files(tmp_path, names)
+    assert len(flushed) == len(names)
 
 
 def test_files_are_removed_and_others_stay(tmp_path):
