@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ import yaml
 from ..data.datasets import Dataset
 from ..errors import UserError
 from ..federation import Federation, build_federation
+from ..interrupts import interrupted_later, interrupts_ignored
 from ..recipe.reading import parse_recipe
 from .rounds import ClientTrainer
 
@@ -55,15 +56,6 @@ def pack(content: Any) -> bytes:
 
 def unpack(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
-
-
-@contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Let processes that are started in the body ignore Ctrl-C: their parent handles it for all."""
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():  # no other one can set a handler
-            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
-        yield
 
 
 def end_with_parent() -> None:
@@ -106,7 +98,8 @@ def client_workers(federation: Federation, count: int) -> AbstractContextManager
 def give(pool: ProcessPoolExecutor, task: Task) -> Future[bytes]:
     """Give a task to a pool, which starts a worker for it where none is free."""
     try:
-        return pool.submit(_work, task)
+        with interrupted_later():  # half a worker ends with a traceback
+            return pool.submit(_work, task)
     except RuntimeError as error:
         if isinstance(error, BrokenProcessPool):
             raise

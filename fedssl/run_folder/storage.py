@@ -9,10 +9,8 @@ import io
 import json
 import os
 import re
-import signal
 import stat
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import UserError, explained
+from ..interrupts import interrupted_later
 from ..untrusted import open_regular_file, printable, read_regular_file
 
 if TYPE_CHECKING:  # a process that waits for runs writes files without torch
@@ -97,24 +96,8 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
-@contextmanager
-def _interrupted_later() -> Iterator[None]:
-    """Raise Ctrl-C's KeyboardInterrupt after the body: in the middle of a pool's locks it leaves threads without an end."""
-    if threading.current_thread() is not threading.main_thread():  # which hears none, and can set no handler
-        yield
-        return
-    heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if heard:
-            signal.raise_signal(signal.SIGINT)
-
-
 def _each(call: Callable[[str], object], names: Iterable[str]) -> None:
-    with _interrupted_later(), ThreadPoolExecutor(_AT_A_TIME) as threads:
+    with interrupted_later(), ThreadPoolExecutor(_AT_A_TIME) as threads:
         list(threads.map(call, names))
 
 

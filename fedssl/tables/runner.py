@@ -24,10 +24,11 @@ from ..data.partitions import deal
 from ..engines import engine_of
 from ..engines.durations import format_duration
 from ..engines.observers import Observer
-from ..engines.workers import end_with_parent, interrupts_ignored, worker_pool
+from ..engines.workers import end_with_parent, worker_pool
 from ..errors import UserError
 from ..export.encoder_folder import export_encoder, is_encoder_folder
 from ..federation import require_same_data
+from ..interrupts import interrupts_ignored
 from ..recipe.overrides import flatten_keys, read_values
 from ..recipe.reading import load_stored_recipe, parse_recipe
 from ..recipe.recipe import Recipe
