@@ -111,7 +111,6 @@ def test_a_chart_shows_dollar_signs_literally(text):
         (BOMB, "aliases repeat more than 100,000 values"),
         ("a: &x [*x]", "an alias stands inside the value that it repeats"),
         ("? [a]\n: 1", "a key is a text, not .* line 1"),
-        ("a: !!int x", "invalid literal for int"),
         ('a: "\\e[31m"', r"'\\x1b\[31m' holds control characters"),
         ('a: "\\uD800"', "holds control characters"),
         ('"a\\0": 1', "holds control characters"),

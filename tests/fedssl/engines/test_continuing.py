@@ -170,8 +170,7 @@ def test_a_run_that_gets_no_better_ends_and_its_best_round_is_exported(kind, tin
 
 
 def test_of_large_states_one_round_is_kept(tiny, tmp_path, monkeypatch):
-    small = in_process.run(tiny(**ONE), tmp_path / "small")
-    assert [one.round for one in small.checkpoint.earlier] == [0, 1]
+    assert [one.round for one in in_process.run(tiny(**ONE), tmp_path / "small").checkpoint.earlier] == [0, 1]
     monkeypatch.setattr(directory, "LARGE", 10_000)
     assert in_process.run(tiny(**ONE), tmp_path / "large").checkpoint.earlier == []
 

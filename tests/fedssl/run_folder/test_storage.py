@@ -156,21 +156,18 @@ def test_all_files_are_flushed_and_their_folder_last(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_waits_for_the_files_that_are_flushed(tmp_path, monkeypatch):
-    names = [f"{number}" for number in range(40)]
-    for name in names:
-        (tmp_path / name).touch()
-    flushed: list[int] = []
+    flushed = []
 
-    def fsync(handle: int) -> None:
-        flushed.append(handle)
+    def sync(path):
+        flushed.append(path)
         if len(flushed) == 1:
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.01)
 
-    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr("fedssl.run_folder.storage.sync_path", sync)
     with pytest.raises(KeyboardInterrupt):
-        flush_files(tmp_path, names)
-    assert len(flushed) == len(names)
+        flush_files(tmp_path, map(str, range(40)))
+    assert len(flushed) == 40
 
 
 def test_files_are_removed_and_others_stay(tmp_path):
