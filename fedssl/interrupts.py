@@ -1,10 +1,26 @@
-"""Ctrl-C where it may not be heard at once: in processes that are started, and in the middle of a pool's locks."""
+"""Ctrl-C where it is not heard, or may not be heard at once: in deletions, started processes and a pool's locks."""
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+
+def raise_ignored_interrupts() -> None:
+    """Raise a KeyboardInterrupt that came while an object was deleted a moment later: Python prints it and goes on."""
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _raise_later
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+
+def _raise_later(ignored: Any) -> None:
+    if ignored.exc_type is KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer import Exit, Option, Typer
 
 from ..errors import UserError, installed_distribution, memory_sentence
+from ..interrupts import raise_ignored_interrupts
 from ..untrusted import printable
 from . import across_machines
 from .console import console
@@ -71,6 +72,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: objec
 def main() -> None:
     """Entry point of the `fedssl` command."""
     warnings.showwarning = _show_warning
+    raise_ignored_interrupts()
     try:
         app()
     except UserError as error:

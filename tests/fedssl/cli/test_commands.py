@@ -11,6 +11,8 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -213,6 +215,22 @@ def test_observers_are_called_by_a_run_and_its_continuation(fedssl, tmp_path):
     assert "continue with: fedssl run --resume run" in out
     assert fedssl("run", "--resume", "run", "--observer", "goes_on.py")[0] == 0
     assert (Path("stops.log").read_text(), Path("goes_on.log").read_text()) == ("0 1 ", "0 1 2 ")
+
+
+DELETES = """
+import fedssl.cli, time
+class Deleted:
+    def __del__(self):
+        raise KeyboardInterrupt  # as one is raised that comes now
+fedssl.cli.app = lambda: [Deleted() is None, time.sleep(20)]
+fedssl.cli.main()
+"""
+
+
+def test_ctrl_c_is_heard_while_an_object_is_deleted():
+    ended = subprocess.run([sys.executable, "-c", DELETES], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGINT
+    assert "Exception ignored" not in ended.stderr
 
 
 # Recipes, tables and overrides

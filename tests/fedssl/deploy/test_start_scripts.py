@@ -70,13 +70,13 @@ needs_nginx = pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed: 
 
 
 def post(port: int, certificate: Path, path: str, size: int = 0, headers: dict[str, str] | None = None) -> int:
-    """The HTTP status of a request of `size` bytes to a path, which is sent as it stands."""
-    with httpx.Client(verify=ssl.create_default_context(cafile=certificate)) as client:
+    """The HTTP status of a request of `size` bytes to a path, which is sent as it stands; 0 without an answer."""
+    with httpx.Client(verify=ssl.create_default_context(cafile=certificate), timeout=60) as client:
         url = httpx.URL(f"https://localhost:{port}").copy_with(raw_path=path.encode())
         try:
             return client.post(url, content=bytes(size), headers=headers).status_code
         except httpx.TransportError:
-            return 413  # the connection was closed before the answer could be read
+            return 413 if size else 0  # the connection may be closed before the answer to a long body can be read
 
 
 def end_by_sigterm_with_parent() -> None:
@@ -177,10 +177,11 @@ def require_reverse_proxy(members: Members, run: str) -> None:
     require_refusals()
     os.kill(int((members.consortium / "server" / "nginx.pid").read_text()), signal.SIGKILL)
     members.wait_for("server", "the reverse proxy (nginx) has ended and is started again")
-    poll(lambda: is_listening(members.port), "the reverse proxy listens again")
+    # a worker that was killed holds the port for a moment, and does not answer
+    poll(lambda: post(members.port, certificate, "/docs") != 0, "the reverse proxy answers again")
     require_refusals()
     assert listening(f"{members.folder}/", members.internal_port) == ["127.0.0.1"]
-    assert 403 not in {post(members.internal_port, certificate, path) for path in OPERATORS[:3]}
+    assert {0, 403}.isdisjoint(post(members.internal_port, certificate, path) for path in OPERATORS[:3])
 
 
 def short_way() -> list[str]:
