@@ -73,10 +73,9 @@ def post(port: int, certificate: Path, path: str, size: int = 0, headers: dict[s
     """The HTTP status of a request of `size` bytes to a path, which is sent as it stands; 0 without an answer."""
     with httpx.Client(verify=ssl.create_default_context(cafile=certificate), timeout=60) as client:
         url = httpx.URL(f"https://localhost:{port}").copy_with(raw_path=path.encode())
-        try:
+        with contextlib.suppress(httpx.TransportError):
             return client.post(url, content=bytes(size), headers=headers).status_code
-        except httpx.TransportError:
-            return 413 if size else 0  # the connection may be closed before the answer to a long body can be read
+    return 413 if size else 0  # the connection may be closed before the answer to a long body can be read
 
 
 def end_by_sigterm_with_parent() -> None:
@@ -228,11 +227,10 @@ def test_the_short_way_from_an_empty_folder_to_a_finished_run_of_two_sites(membe
         command = link.replace("FOLDER-OF-IMAGES", shlex.quote(str(images)))
         subprocess.run(command, shell=True, cwd=members.consortium / name, check=True)
     poll(lambda: is_listening(members.port), "the reverse proxy listens")
-    [check] = re.findall("`(curl .*)` must answer", (members.consortium / "hospital-a" / "STEPS.md").read_text())
+    folder = members.consortium / "hospital-a"
+    [check] = re.findall("`(curl .*)` must answer", (folder / "STEPS.md").read_text())
     if shutil.which("curl") is not None:
-        reached = subprocess.run(
-            shlex.split(check), cwd=members.consortium / "hospital-a", capture_output=True, text=True
-        )
+        reached = subprocess.run(shlex.split(check), cwd=folder, capture_output=True, text=True)
         assert "403 Forbidden" in reached.stdout
         assert "\nDate: " in reached.stdout
     members.start("hospital-a", site.replace("DIGEST", digest))
@@ -415,9 +413,8 @@ def start(provisioned, tmp_path) -> Iterator[Callable[[str], subprocess.Popen]]:
             (commands / name).chmod(0o700)
         path = f"{commands}:{os.environ.get('PATH', os.defpath)}"
         with open(server / "log", "w") as log:
-            process = subprocess.Popen(["./start.sh"], cwd=server, env=os.environ | {"PATH": path}, stderr=log)
-        started.append(process)
-        return process
+            started.append(subprocess.Popen(["./start.sh"], cwd=server, env=os.environ | {"PATH": path}, stderr=log))
+        return started[-1]
 
     yield run
     for process in started:
