@@ -10,7 +10,7 @@ from typing import Any
 
 
 def raise_ignored_interrupts() -> None:
-    """Raise a KeyboardInterrupt that came while an object was deleted a moment later: Python prints it and goes on."""
+    """Raise, a moment later, a KeyboardInterrupt that came while an object was deleted: Python only prints it."""
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _raise_later
         signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -70,12 +70,12 @@ needs_nginx = pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed: 
 
 
 def post(port: int, certificate: Path, path: str, size: int = 0, headers: dict[str, str] | None = None) -> int:
-    """The HTTP status of a request of `size` bytes to a path, which is sent as it stands; 0 without an answer."""
+    """The HTTP status of a request of `size` bytes to a path, which is sent as it stands; 0 where none came."""
     with httpx.Client(verify=ssl.create_default_context(cafile=certificate), timeout=60) as client:
         url = httpx.URL(f"https://localhost:{port}").copy_with(raw_path=path.encode())
         with contextlib.suppress(httpx.TransportError):
             return client.post(url, content=bytes(size), headers=headers).status_code
-    return 413 if size else 0  # the connection may be closed before the answer to a long body can be read
+    return 413 if size else 0  # a connection may be closed before the answer to a long body can be read
 
 
 def end_by_sigterm_with_parent() -> None:
