@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..errors import UserError, explained
 from ..untrusted import expand_home, printable
-from .files import composed, kind_of, list_files, notify_of_left_out
+from .files import composed, kind_of, list_files, listed, notify, notify_of_left_out
 from .image_kinds import SMALLEST_SIDE
-from .labels import tell_of_labels
 from .npz import images_in
 from .options import SOURCES, DataOptions
 from .pixels import Window, channels_first, resize
@@ -24,6 +23,7 @@ from .stored_images import Images, decode_images, images_of_rows
 
 _MEASURED_TRAINING_IMAGES = 2000
 _PUBLIC_KEYS = ("x", "x_train", "train_images")
+_MISSING = ("nan", "na", "n/a", "<na>", "null", "none", "nil", "")  # what programs write for a missing label
 
 # One random stream per purpose, so that (for instance) a public_limit does not change the training images.
 _HOLDOUT_STREAM, _TRAIN_STREAM, _TEST_STREAM, _PUBLIC_STREAM, _VALIDATION_STREAM = range(1, 6)
@@ -90,7 +90,7 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     """
     load: Callable[[DataOptions], Splits] = pkgutil.resolve_name(f"{__package__}.{SOURCES[options.name].loader}")
     splits = load(options)
-    tell_of_labels(splits)
+    _tell_of_labels(splits)
     if options.window == "percentiles":
         options = options.model_copy(update={"window": splits.window})
     train, test = (_resized(split, options.image_size) for split in (splits.train, splits.test))
@@ -176,6 +176,29 @@ def no_images(options: DataOptions) -> Splits:
     assert options.image_shape is not None
     nothing = unlabelled(torch.empty((0, *options.image_shape), dtype=torch.uint8))
     return Splits(nothing, nothing, tuple(options.class_names))
+
+
+def _tell_of_labels(splits: Splits) -> None:
+    """Tell of classes that may be no class, the same as another or without images, and of splits of one class."""
+    names, targets = splits.class_names, [part.targets for part in (splits.train, splits.test)]
+    missing = [name for name in names if name.strip().lower() in _MISSING]
+    if missing:
+        notify(f"{listed(missing)} counts as a class: leave such images out where it says that a label is missing")
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(" ".join(name.split()).casefold(), []).append(repr(name))
+    twins = [" and ".join(same) for same in alike.values() if len(same) > 1]
+    if twins:
+        notify(f"{listed(twins)} differ in capitals or spaces alone and are several classes: write them alike if not")
+    train, test = (set(part.labels.tolist()) for part in (splits.train, splits.test))
+    empty = [name for number, name in enumerate(names) if train and number not in train]
+    if empty:
+        notify(f"no training image is of the class {listed(empty)}: number classes 0, 1, 2, ... if it is left out")
+    single = [what for what, found in (("training", train), ("test", test)) if names and len(found) == 1]
+    if single:
+        notify(f"all {' and all '.join(single)} images are of one class, so that no accuracy and no AUROC is measured")
+    if all(rows is not None and bool((rows.sum(1) == 1).all()) for rows in targets):
+        notify("each image has exactly one of several labels: save labels.argmax(1) in their place if they are classes")
 
 
 def _resized(split: LabelledImages, size: int | None) -> LabelledImages:

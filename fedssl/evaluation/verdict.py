@@ -67,11 +67,14 @@ def verdict(run: Run) -> list[str]:
     elif ahead_of:
         sentences.append(f"So it has learned: it is ahead of {' and of '.join(ahead_of)}.")
     linear, of_pixels = run.evaluated("linear", "after"), run.evaluated("pixel_linear", "before")
-    if linear is not None and of_pixels is not None and linear <= of_pixels:
-        sentences.append(
-            f"Its linear accuracy, {linear:.1f} %, is NOT above that of raw pixels, {of_pixels:.1f} %: to tell these "
-            "labels apart the pixels serve as well."
-        )
+    if linear is not None and of_pixels is not None:
+        if linear <= of_pixels:
+            sentences.append(
+                f"Its linear accuracy, {linear:.1f} %, is NOT above that of raw pixels, {of_pixels:.1f} %: to tell "
+                "these labels apart the pixels serve as well."
+            )
+        elif behind:
+            sentences.append(f"Yet its linear accuracy is {linear:.1f} %, above the {of_pixels:.1f} % of raw pixels.")
     ranks = [run.evaluated("effective_rank", when) for when in ("before", "after")]
     if ranks[0] and ranks[1] and ranks[1] < _FEW_DIRECTIONS * ranks[0]:
         other = "" if run.recipe["objective"]["name"] == "simclr" else "objective simclr, "
