@@ -48,11 +48,11 @@ def info_nce(
         negatives: [M, d], further keys that are nobody's positive, as from a queue: they follow the rows of `key`.
         labels: int64 [B] and [N + M], of the queries and of the keys: pairs of equal labels are left out.
         excluded: bool [B, N + M]: pairs that are left out where it is True.
-        recompute: form the gradients in the backward pass, from the logits once more. Usually they are formed with the
-            loss, while the logits are at hand, and wait in float32 or wider (on CUDA the weights of all pairs wait, if
-            they fit into 256 MB). This saves that memory for one product of
-            B x N x d in addition to two or three, on CUDA one more where an input has 16 bits: its gradient then has
-            no float32 sums of all rows. For B = N = 65,536 this takes less than 64 MB beside the gradients.
+        recompute: form the logits again in the backward pass, and the gradients only then. By default the gradients are
+            formed with the loss, while the logits are at hand, and are kept in float32 or wider (on CUDA the weights of
+            all pairs are kept, if they fit into 256 MB). True saves that memory: for B = N = 65,536 it takes less than
+            64 MB beside the gradients. It takes one product of B x N x d more than the usual two or three, and on
+            CUDA another one where an input has 16 bits, as its gradient then has no float32 sums of all rows.
 
     Returns:
         A scalar, or [B] for "none"; float64 where query, key or negatives is float64, else float32. Products and sums

@@ -97,17 +97,17 @@ class EUA(WeightedMean):
     So equal steps (`training.local_steps`) or equal sizes (`partition.name=dirichlet_equal`) help while the lengths are
     almost equal (within 2 % in round 1, 20 % in round 2), and unit updates after that too.
 
-    With `divide_updates_by: length` g_k is delta_k / |delta_k|: each client counts by its direction alone. This is what
-    the released code of FedU2 does under the name EUA, with nearly equal steps for all clients: MGDA (Désidéri 2012)
-    over the clients, as in FedMGDA+ (Hu et al. 2022). It takes an SGD step of a fixed rate for 2 g_k, 0.1 by default
-    and 8 in its main.py, whatever the updates' lengths: `step_size` and `phi` both 0.2, or both 16. Such a rate fits
-    one model, one optimiser and one number of steps. Without `step_size` every update is brought to the mean of
-    |delta_k|, weighted by samples, before p combines them. Where all clients move in one direction, the step then is
-    FedAvg's; it is shorter by as much as p makes the directions cancel, and 0 where no step improves all. On a small
-    CIFAR-10 (ten clients of 157 to 2,714 images) it is 0.99 of FedAvg's step; with the length at which the new model is
-    a convex combination of the clients' models it was 0.64. At any length the three clients with the fewest images have
-    58 % of the shares' sum there, as their unit updates are the shortest. The code's solver starts at the weights by
-    samples and stops after 20 iterations.
+    With `divide_updates_by: length` g_k is delta_k / |delta_k|: each client counts by its direction alone. The released
+    code of FedU2 does this under the name EUA, with nearly equal steps for all clients: MGDA (Désidéri 2012) over the
+    clients, as in FedMGDA+ (Hu et al. 2022). It takes an SGD step for 2 g_k at a fixed rate, whatever the updates'
+    lengths. Its default rate, 0.1, is `step_size` and `phi` of 0.2 each here; the 8 of its main.py is 16 each. Such a
+    rate fits one model, one optimiser and one number of steps. Without `step_size` every update is brought to the mean
+    of |delta_k|, weighted by samples, before p combines them. If all clients move in one direction, this step is
+    FedAvg's. It is shorter by as much as the combined directions cancel, and 0 where no step improves all clients. On a
+    small CIFAR-10 (ten clients of 157 to 2,714 images) it is 0.99 of FedAvg's step. It was 0.64 at the length for which
+    the new model is a convex combination of the clients' models. At any length the three clients with the fewest images
+    have 58 % of the shares' sum there: their updates are the shortest, so bringing them to one length raises them most.
+    The code's solver starts at the weights by samples and stops after 20 iterations.
 
     Deviations from the paper: Eq. 12 clips its linear solve and does not reach the optimum of Eq. 10. Here p is solved
     exactly (`fedkernels.client_weights`), so there is no penalty rho = 1. Integers and running statistics have no

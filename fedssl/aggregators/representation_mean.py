@@ -129,10 +129,10 @@ class RepresentationMean(Aggregator):
     in every round; docs/how_much_can_peers_give.md has what either reached.
 
     With `fewest_clients` n, K-bar is first sent when n clients have answered, and is then renewed only when n clients'
-    kernels are others than in the one before. So whatever sum of the means that it was sent a client forms, the last
-    mean in the sum brings at least n - 1 kernels of others that no earlier one holds: the sum never is one client's
-    kernel. By default every round's answers are in the next K-bar. Then a client
-    that is alone to answer, or one of two in the opening round, has its kernel computed from the difference.
+    kernels have changed. A client may add and subtract the K-bars that it was sent. The last one in such a sum has new
+    kernels of at least n - 1 other clients, which no earlier one holds, so the sum is never one client's kernel. By
+    default every round's answers are in the next K-bar. The kernel of a client that is alone to answer, or of one of
+    two that answer the opening round, can then be computed from a difference.
 
     Kernel `half_whitened` is (A_j A_j')^(1/2), see `whitening_matrix`.
 
