@@ -333,7 +333,7 @@ class Method:
         cost = replace(own_cost, parameters=parameters, flops=flops)
         reply, copied, metrics = self._reply(copied_round, self.aggregators), copied_round.logged(), own.logged()
         both = {"memory": float(cost.memory), "flops": metrics["flops"] + copied["flops"]}
-        reply.metrics = metrics | both | {"global_loss": copied["loss"]}
+        reply.metrics = copied | metrics | both | {"global_loss": copied["loss"]}
         return reply, cost
 
     def _train_client(self, local: LocalRound, most_steps: int | None) -> StepCost:

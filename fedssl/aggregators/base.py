@@ -75,7 +75,7 @@ class Aggregator(Part):
 
     @abstractmethod
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
-        """Return what a client sends after its round."""
+        """Return what a client sends after its round; Flower clips and noises it for privacy (engines/flower)."""
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
         """Names and shapes of the tensors that a client's `collect` sends; the guard refuses an answer without them.
@@ -97,5 +97,6 @@ class Aggregator(Part):
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         """Return the entries of the server's state that change, from at least one answer that the guard let through.
 
-        A metric named `NAME/WHO` is logged for that round; WHO is a client's number or `global`.
+        Entries that no client sends, such as a momentum, are the server's own: only `broadcast` hands them on. A metric
+        named `NAME/WHO` is logged for that round; WHO is a client's number or `global`.
         """

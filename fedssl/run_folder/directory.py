@@ -19,8 +19,8 @@
 Renaming manifest.json commits a round. State files have the round in their name and never change, so a manifest
 always points at whole files. metrics.csv only grows, and the manifest holds its length, so a resume cuts off the lines
 that a killed run wrote after its last commit. The same way a run goes back to one of the rounds before it whose states
-are kept. The manifest also holds the SHA-256 of every file that a resume relies
-on, and of the custom parts' code: a run whose files were changed is refused.
+are kept. The manifest also holds the SHA-256 of every file that a resume relies on, and of the custom parts' code: a
+run whose files were changed is refused. A log keeps its columns in later versions, which continue it too.
 """
 
 from __future__ import annotations

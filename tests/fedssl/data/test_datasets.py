@@ -154,9 +154,9 @@ def test_another_set_is_one_entry_of_the_table(monkeypatch):
         def __init__(self, root: Path, train: bool, download: bool):
             self.data, self.targets, self.classes = pixels, [3, 1, 2, 9], classes
 
-    monkeypatch.setattr(torchvision_datasets, "STL", Read, raising=False)
-    monkeypatch.setitem(SOURCES, "stl", DataSource("datasets:load_torchvision_set", 4, 10, (3, 32, 32), "STL"))
-    read = load_dataset(DataOptions(name="cifar10").model_copy(update={"name": "stl"}), 0)
+    monkeypatch.setattr(torchvision_datasets, "KMNIST", Read, raising=False)
+    monkeypatch.setitem(SOURCES, "kmnist", DataSource("datasets:load_torchvision_set", 4, 10, (3, 32, 32), "KMNIST"))
+    read = load_dataset(DataOptions(name="cifar10").model_copy(update={"name": "kmnist"}), 0)
     assert np.array_equal(read.train_images.numpy(), pixels.transpose(0, 3, 1, 2))
     assert read.train_labels.tolist() == read.test_labels.tolist() == [3, 1, 2, 9]
     assert read.class_names == classes
