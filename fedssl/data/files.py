@@ -11,6 +11,7 @@ from typing import Literal
 from ..errors import UserError
 from ..untrusted import listed, printable
 
+_TIFF_BEGINS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 DICOM_SUFFIXES = (".ima", ".dcm", ".dicom")
 
 #: the names that a file of images may end with, in small letters
@@ -103,6 +104,11 @@ def is_dicom(file: Path) -> bool:
     if file.name.lower().endswith(DICOM_SUFFIXES):
         return True
     return first_bytes(file, 132)[128:] == b"DICM"
+
+
+def is_tiff(file: Path) -> bool:
+    """Return True if a file begins as a TIFF, also one of more than 4 GB."""
+    return first_bytes(file, 4) in _TIFF_BEGINS
 
 
 def first_bytes(file: Path, count: int) -> bytes:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from ..errors import UserError
 from .dicom_files import dicom_kind, dicom_pixels, dicom_values
-from .files import first_line, is_dicom
+from .files import first_line, is_dicom, is_tiff
 from .image_kinds import BrokenImageError, ImageKind, kind_of_values, require_size
-from .pixels import Window, apply_window, channel_axis, wholly_outside
-from .tiff_files import is_tiff, tiff_kind, tiff_values, upright
+from .pixels import Window, apply_window, channel_axis, upright, wholly_outside
+from .tiff_files import tiff_kind, tiff_values
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -308,6 +308,15 @@ def _wrong_shape(name: str, shape: tuple[int, ...], channels: int | None = None)
     return UserError(f"{name} has shape {list(shape)}; expected [n, H, W], [n, H, W, C] or [n, C, H, W] with {wanted}")
 
 
+def upright(values: NDArray[Any], orientation: int) -> NDArray[Any]:
+    """Turn values [H, W, C] by an orientation of EXIF, which TIFF has too."""
+    if orientation in (5, 6, 7, 8):
+        values = values.swapaxes(0, 1)
+    if orientation in (2, 3, 6, 7):
+        values = values[:, ::-1]
+    return values[::-1] if orientation in (3, 4, 7, 8) else values
+
+
 def resize(images: Tensor, height: int, width: int) -> Tensor:
     """Crop the centre of the images [n, C, H, W] to the target's shape and resize it, bilinear and antialiased."""
     from torchvision.transforms.v2 import functional

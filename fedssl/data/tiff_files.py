@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .codestreams import read_codestream
-from .files import first_bytes, first_line
+from .files import first_line
 from .image_kinds import MOST_PIXELS, BrokenImageError, ImageKind, kind_of_values, require_size
+from .pixels import upright
 
-_BEGINS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _WHITE_IS_ZERO, _RGB, _PALETTE, _CMYK, _YCBCR, _CIELAB = 0, 2, 3, 5, 6, 8  # photometric interpretations
 _SAMPLES = {_WHITE_IS_ZERO: 1, 1: 1, _RGB: 3, _PALETTE: 1, _CMYK: 4, _YCBCR: 3, _CIELAB: 3}  # without further bands
 _ASSOCIATED, _UNASSOCIATED = 1, 2  # what a further band is: alpha, by which colours are multiplied or not
@@ -42,11 +42,6 @@ class _Layout:
     stacked: bool
     bands: bool
     kind: ImageKind
-
-
-def is_tiff(file: Path) -> bool:
-    """Return True if a file begins as a TIFF, also one of more than 4 GB."""
-    return first_bytes(file, 4) in _BEGINS
 
 
 def tiff_kind(file: Path, channels: int | None) -> ImageKind:
@@ -89,15 +84,6 @@ def _require_bounded(page: Any, file: Path) -> None:
                     raise BrokenImageError("a part whose size its compressed data does not say")
                 if found is not None:
                     require_size(found.width * max(1, found.samples // 4), found.height)
-
-
-def upright(values: NDArray[Any], orientation: int) -> NDArray[Any]:
-    """Turn values [H, W, C] by an orientation of EXIF, which TIFF has too."""
-    if orientation in (5, 6, 7, 8):
-        values = values.swapaxes(0, 1)
-    if orientation in (2, 3, 6, 7):
-        values = values[:, ::-1]
-    return values[::-1] if orientation in (3, 4, 7, 8) else values
 
 
 @contextmanager
