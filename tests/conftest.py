@@ -21,11 +21,15 @@ os.umask(0o022)  # settings and keys that a group can write are refused
 # The files that take longest, the longest first. They are started first: with two workers, a long file that is started
 # last leaves the other worker without work.
 LONGEST = (
+    "fedssl/deploy/test_start_scripts.py",
     "fedkernels/test_properties.py",
     "fedkernels/test_contexts.py",
     "cuda_on_cpu/test_self_test.py",
     "fedssl/engines/flower/test_server.py",
     "fedssl/engines/test_workers.py",
+    "fedssl/cli/test_commands.py",
+    "benchmarks/test_lw_fedssl_resources.py",
+    "fedssl/models/test_trained_part.py",
     "packaging/test_setup.py",
     "cuda_on_cpu/test_contrastive.py",
     "fedssl/test_shipped_recipes.py",
@@ -37,14 +41,8 @@ LONGEST = (
     "fedssl/engines/test_parallel_clients.py",
     "fedssl/test_pages.py",
     "fedkernels/compat/test_originals.py",
-    "docs/test_pages.py",
-    "fedkernels/test_two_views.py",
-    "fedkernels/test_native.py",
-    "fedssl/engines/test_client_states.py",
     "test_examples.py",
     "fedssl/engines/flower/test_secure_aggregation.py",
-    "fedssl/schedules/test_schedules.py",
-    "fedssl/test_guard.py",
 )
 
 
