@@ -41,7 +41,6 @@ LONGEST = (
     "fedssl/engines/test_parallel_clients.py",
     "fedssl/test_pages.py",
     "fedkernels/compat/test_originals.py",
-    "test_examples.py",
     "fedssl/engines/flower/test_secure_aggregation.py",
 )
 
