@@ -74,8 +74,8 @@ def verdict(run: Run) -> list[str]:
                 "these labels apart the pixels serve as well."
             )
         elif behind and linear > (at_first := run.evaluated("linear", "before") or 100.0):
-            others = f"the {of_pixels:.1f} % of raw pixels and the {at_first:.1f} % before training"
-            sentences.append(f"Yet its linear accuracy is {linear:.1f} %, above {others}.")
+            both = f"the {of_pixels:.1f} % of raw pixels and the {at_first:.1f} % before training"
+            sentences.append(f"Yet its linear accuracy is {linear:.1f} %, above {both}.")
     ranks = [run.evaluated("effective_rank", when) for when in ("before", "after")]
     if ranks[0] and ranks[1] and ranks[1] < _FEW_DIRECTIONS * ranks[0]:
         other = "" if run.recipe["objective"]["name"] == "simclr" else "objective simclr, "
