@@ -177,6 +177,6 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
 
 
 def shortened(value: Any) -> str:
-    """Return a wrong value as a message repeats it."""
-    text = repr(value)
+    """Return a wrong value as a message repeats it: null, true and false as YAML has them."""
+    text = scalar_text(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _LONGEST_INPUT else f"{text[:_LONGEST_INPUT]}..."

@@ -150,8 +150,8 @@ _TAG = "tag:yaml.org,2002:"
 _NUMBERS = tuple(_TAG + kind for kind in ("int", "float", "bool", "timestamp"))
 
 
-def scalar_text(value: bool | int | float) -> str:
-    """Return a number, true or false as YAML writes it: `0.5`, `1.0e-05`, `true`."""
+def scalar_text(value: bool | int | float | None) -> str:
+    """Return a number, true, false or null as YAML writes it: `0.5`, `1.0e-05`, `true`."""
     return str(SafeRepresenter().represent_data(value).value)
 
 

@@ -291,8 +291,8 @@ def _rules_of_privacy(recipe: Recipe, method: LocalDP | FixedClipping | SecAggPl
         # compared with the parts that are known to send weights and nothing else, so that a custom part is refused
         if type(part).collect is not WeightedMean.collect and type(part) is not BaseModel:
             yield (
-                f"works on weights, and aggregators.{i} {part.name} has clients send something else, which would leave "
-                "them as it is: remove one of the two"
+                f"works on weights, and aggregators.{i} {part.name} chooses itself what clients send, "
+                "of which anything but weights would leave as it is: remove one of the two"
             )
     if not any(part.exchanges_weights for part in recipe.aggregators):
         yield f"works on exchanged weights, and aggregators {[part.name for part in recipe.aggregators]} exchange none"

@@ -253,7 +253,8 @@ def test_hostile_yaml(change, message, fedssl, tmp_path):
     ("override", "message"),
     [
         ("regularizers.².weight=1", "a list of 0, which has no entry '²'|list"),
-        ("rounds=true", "rounds: input should be a number or a text, not true or false"),
+        ("rounds=true", "rounds: input should be a number or a text, not true or false, got true"),
+        ("rounds=null", "rounds: input should be a valid integer, got null"),
         ("rounds=" + "9" * 5000, "rounds: unable to parse input string as an integer"),
         ("seed=9223372036854775808", "seed: input should be at most 9223372036854775807"),
         (".".join("a" * 2000) + "=1", "2000 levels deep"),

@@ -348,9 +348,9 @@ TAKEN = ["fedbyol", "feddecorr", "fedema", "fedmoco_v3", "fedsimclr", "fedsimsia
 TAKEN += ["fedx", "lw_fedssl", "prog_fedssl", "supervised_fedavg"]
 OWN_RULE = {"fedu2": "eua", "fedu2_without_fur": "eua", "fedu2_released": "eua", "l_dawa": "l_dawa"}
 NO_WEIGHTS = {
-    "hetero_ssfl": r"aggregators.0 representation_mean has clients send something else",
-    "fedca": r"aggregators.1 dictionary has clients send something else",
-    "orchestra": r"aggregators.1 orchestra_clusters has clients send something else",
+    "hetero_ssfl": r"aggregators.0 representation_mean chooses itself what clients send",
+    "fedca": r"aggregators.1 dictionary chooses itself what clients send",
+    "orchestra": r"aggregators.1 orchestra_clusters chooses itself what clients send",
     "local_only": r"aggregators \[\] exchange none",
 }
 OPTIONS = {
