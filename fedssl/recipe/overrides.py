@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UserError
-from ..options import Options, is_text, types_at
+from ..options import Options, is_text, shortened, types_at
 from ..untrusted import (
     MOST_BYTES,
     PART_KEYS,
@@ -146,7 +146,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
             elif key == "name" and keys[0] in PART_KEYS and part_name(keys[0], target) != value:
                 target.clear()  # another part has other options
         else:
-            raise UserError(f"{override!r}: {'.'.join(keys[:i])} is {target!r} and has no entries")
+            raise UserError(f"{override!r}: {'.'.join(keys[:i])} is {shortened(target)} and has no entries")
         if last:
             target[index] = value
         else:

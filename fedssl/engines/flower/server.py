@@ -33,6 +33,7 @@ from ...errors import UserError
 from ...federation import Federation, build_federation, require_same_data
 from ...guard import TOLD_CAPPED, capped_images
 from ...messages import Message
+from ...options import shortened
 from ...recipe.changes import CHANGEABLE
 from ...recipe.overrides import flatten_keys
 from ...recipe.reading import load_recipe, load_stored_recipe
@@ -299,7 +300,7 @@ def _require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:
     key = next((key for key in changed if key not in _CHANGEABLE), None)
     if key is not None:
         raise UserError(
-            f"{directory.path} holds a run of another recipe: {key} is {stored.get(key)!r} in that run, but "
-            f"{given.get(key)!r} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "
+            f"{directory.path} holds a run of another recipe: {key} is {shortened(stored.get(key))} in that run, but "
+            f"{shortened(given.get(key))} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "
             "name another folder (fedssl app --output), or write the app with the run's recipe"
         )

@@ -52,6 +52,7 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("data.name=mnist", ["data.name", "'digits'", "'mnist'"]),
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
+        ("data.download.a=1", ["data.download is false and has no entries"]),
         ("architectures=[", ["not YAML"]),
         ("evaluation.downstream={a_b: {name: digits}}", ["expected letters and digits alone, got 'a_b'"]),
         ("evaluation.downstream={a: {nme: digits}}", ["evaluation.downstream.a.nme: unknown key; did you mean name?"]),
