@@ -64,7 +64,8 @@ class Authority:
         """
         now = datetime.now(timezone.utc)
         end = min(now + timedelta(days=days), self.certificate.not_valid_after_utc)
-        identifier = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        with explained("ca.crt, the authority's certificate, names no subjectKeyIdentifier"):
+            identifier = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         builder = (
             _builder(key, common_name(address[:64]), self.certificate.subject, now, end, is_authority=False)
             .add_extension(x509.SubjectAlternativeName(_server_names(address)), critical=False)
@@ -90,8 +91,10 @@ def needs_renewal(path: Path, address: str, last: datetime) -> str | None:
     end = certificate.not_valid_after_utc
     if end - datetime.now(timezone.utc) < timedelta(days=RENEWAL_DAYS) and end < last:
         return f"the old one ends on {end:%Y-%m-%d}"
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return None if list(names) == _server_names(address) else f"the old one is not for {address}"
+    names: list[x509.GeneralName] = []
+    with suppress(x509.ExtensionNotFound):
+        names += certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return None if names == _server_names(address) else f"the old one is not for {address}"
 
 
 def certificate_fingerprint(certificate: x509.Certificate) -> str:

@@ -1,6 +1,7 @@
 """Register nodes as clients: ask every new node which client it is, and compare its data with the server's.
 
-A node is a connection of Flower's with an id of its own; a site that is started again has a new one.
+A node is a connection of Flower's with an id of its own. A site that is started again has a new one, or with a
+registered key the one that it had.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class ConnectedClients:
         self._federation, self._progress = federation, progress
         self._options = federation.recipe.flower
         self._waiting: dict[str, int] = {}  # nodes that have not answered yet, by the message that asks them
-        self._ask_at: dict[int, float] = {}  # when to ask a node; again only where its answer was refused
+        self._ask_at: dict[int, float] = {}  # when to ask a node that is not registered by then
         self._expected = DataForm.of(federation)
         # it binds the sites' keys to clients' numbers; without keys there is none
         self._manifest = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
@@ -156,11 +157,14 @@ class ConnectedClients:
         self.nodes = {k: node for k, node in self.nodes.items() if node in connected}
         self._ask_at = {node: at for node, at in self._ask_at.items() if node in connected}
         self._left_out = {node: reason for node, reason in self._left_out.items() if node in connected}
-        due = [node for node in connected if time.monotonic() >= self._ask_at.get(node, 0.0)]
+        unknown = connected - set(self.nodes.values())
+        self._waiting = {message: node for message, node in self._waiting.items() if node in unknown}
+        due = [node for node in unknown if time.monotonic() >= self._ask_at.get(node, 0.0)]
         if not due:
             return False
         first_time = any(node not in self._ask_at for node in due)
-        self._ask_at |= dict.fromkeys(due, float("inf"))
+        # again, as what was asked is lost with a process that ended; seldom, as a site may take long to read its images
+        self._ask_at |= dict.fromkeys(due, time.monotonic() + max(_ASK_AGAIN_SECONDS, self._options.connect_seconds))
         bound = self._read_bound(due)
         contents, expected = {}, ConfigRecord(self._expected.model_dump())
         for node in due:

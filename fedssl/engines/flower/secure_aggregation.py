@@ -45,8 +45,9 @@ from .wire import Vector, flatten_weights, from_records, require_finite, to_reco
 _MASKED = "masked"  # the name of a client's masked weights in its answer
 _UNREADABLE = "unreadable"  # the record of an answer that names the nodes whose key shares its client cannot read
 Contents = dict[int, RecordDict]  # by client
-#: sends each client's records; returns the answers by client, and why the other clients gave none
-Exchange = Callable[[Contents], tuple[Contents, dict[int, str]]]
+#: sends each client's records, and is told whether they ask for the client's update; returns the answers by client, and
+#: why the other clients gave none
+Exchange = Callable[[Contents, bool], tuple[Contents, dict[int, str]]]
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def secure_mean(
 
     Returns:
         The mean, float64 [size], weighted by the clients' numbers of samples, or None where the protocol failed; the
-        metrics of each client in the mean; and why each other client is not in it.
+        metrics of each client in the mean; and why each other client is not in it, or has answered wrongly afterwards.
     """
     missing: dict[int, str] = {}
     left = set(contents)
@@ -153,7 +154,7 @@ def secure_mean(
     missing |= late | protocol.wrong
     if protocol.mean is None:
         return None, {}, dict.fromkeys(contents, protocol.failure) | missing
-    return protocol.mean, {k: protocol.metrics[k] for k in sorted(left - missing.keys())}, missing
+    return protocol.mean, {k: protocol.metrics[k] for k in sorted(left - late.keys())}, missing
 
 
 def quantization_range(clients: int) -> int:
@@ -199,6 +200,8 @@ class _Protocol:
         """Run one stage of the workflow; return whether the next one can follow with the same clients."""
         try:
             done: bool = getattr(self._workflow, stage)(self._caller, self._context, self._state)
+        except UserError:  # the server's own, such as a spent budget
+            raise
         except Exception as error:  # a client may send invalid keys or shares
             self.failure = f"secure aggregation failed: {type(error).__name__}: {error}"
             return False
@@ -245,13 +248,18 @@ class _Protocol:
         owners = sorted(owner for owner, each in shares.items() if not self._fit(each))
         if not owners or any(len(each) < self._state.threshold for each in shares.values()):  # too few for any mean
             return answers
-        wrong = next((k for k in answers if all(self._fit(each, k) for each in shares.values())), None)
-        if wrong is None:
+        wrong = [k for k in answers if all(self._fit(each, k) for each in shares.values())]
+        told = ", ".join(map(str, owners))
+        if not wrong:
             self._owners = dict.fromkeys(owners, "the shares of its keys that it gave to the others do not fit")
+        elif len(wrong) > 1:
+            self.failure = (
+                f"the shares of the keys of client {told} do not fit, and so few are left that any may be wrong"
+            )
+            return {}
         else:
-            told = ", ".join(map(str, owners))
-            self.wrong[wrong] = f"its shares of the keys of client {told} do not fit"
-        return {k: content for k, content in answers.items() if k != wrong}
+            self.wrong[wrong[0]] = f"its shares of the keys of client {told} do not fit"
+        return {k: content for k, content in answers.items() if k not in wrong}
 
     def _fit(self, shares: dict[int, bytes], without: int | None = None) -> bool:
         """Return whether shares give a key; where they are more than it takes, the same one without the first."""
@@ -279,7 +287,7 @@ class _Protocol:
             collects = asked[k][Key.STAGE] == Stage.COLLECT_MASKED_VECTORS
             whole = self._contents[k] if collects else {"task": self._contents[k]["task"]}
             sent[k] = RecordDict({**whole, RECORD_KEY_CONFIGS: ConfigRecord(asked[k])})
-        received, missing = self._exchange(sent)
+        received, missing = self._exchange(sent, collects)
         answers: dict[int, RecordDict] = {}
         for k, content in received.items():
             if collects and (record := config_of(content, _UNREADABLE)):

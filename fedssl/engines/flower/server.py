@@ -86,16 +86,17 @@ class FlowerClients:
             mine = [(n, why) for n, who, why in left_out if who == k and n > start and not why.startswith(TOLD_CAPPED)]
             reasons = [f"round {n}: {why}" for n, why in mine]
             task["left_out"] = reasons[-MOST_REASONS:]
+        secure = self._options.secure_aggregation is not None
         if self._accountant is not None:
-            self._accountant.begin(number, contents)
-        if self._options.secure_aggregation is None:
+            self._accountant.begin(number, () if secure else contents)
+        if secure:
+            replies, missing = self._secure_answers(number, sent, contents)
+        else:
             received, missing = self._exchange("train", contents, number, self._read_answer)
             self._evaluations = {k: evaluation for k, (_, evaluation) in received.items()}
             replies = {k: received[k][0] for k in sorted(received)}
-        else:
-            replies, missing = self._secure_answers(number, sent, contents)
-        if self._accountant is not None:
-            self._accountant.keep_only(number, replies)
+            if self._accountant is not None:
+                self._accountant.keep_only(number, replies)
         for k in replies:
             self._directory.adopt_client(k, number)
         missing |= {k: self._connected.absence(k) for k in sent if k not in contents}
@@ -116,15 +117,19 @@ class FlowerClients:
         names = self._federation.method.schedule.travelling(model, self._federation.method.plan(model, number))
         before = {name: sent[min(contents)].tensors[name] for name in names}
 
-        def exchange(stage_contents: Contents) -> tuple[Contents, dict[int, str]]:
+        def exchange(stage_contents: Contents, collects: bool) -> tuple[Contents, dict[int, str]]:
+            if collects and self._accountant is not None:  # again where the protocol begins anew
+                self._accountant.begin(number, stage_contents)
             return self._exchange("train", stage_contents, number, lambda records: records)
 
         size = flatten_weights(before).size
         mean, metrics, missing = secure_mean(self._options, contents, self._connected.nodes, size, exchange)
+        if self._accountant is not None:
+            self._accountant.keep_only(number, metrics)
         if mean is None:
             return {}, missing
         tensors = unflatten_mean(mean, before)
-        return {k: Message(tensors, {"samples": 1}, metrics=metrics[k]) for k in metrics}, missing
+        return {k: Message(tensors, {"samples": 1}, metrics=metrics[k]) for k in metrics if k not in missing}, missing
 
     def discard(self, index: int) -> None:
         self._directory.discard_client(index)
@@ -259,7 +264,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
             directory.require_unchanged(but=["recipe.yaml"])  # it is compared with the app's instead
             _require_same_recipe(directory, recipe)
             if directory.checkpoint.finished:
-                progress.note(f"{path} is finished already")
+                progress.inform(f"{path} is finished already")
                 return
             require_same_data(path, federation.data_digests())
             directory.replace_files({"recipe.yaml": recipe.to_yaml()})
@@ -301,6 +306,6 @@ def _require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:
     if key is not None:
         raise UserError(
             f"{directory.path} holds a run of another recipe: {key} is {shortened(stored.get(key))} in that run, but "
-            f"{shortened(given.get(key))} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run continues: "
-            "name another folder (fedssl app --output), or write the app with the run's recipe"
+            f"{shortened(given.get(key))} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run "
+            "continues: name another folder (fedssl app --output), or write the app with the run's recipe"
         )

@@ -13,13 +13,26 @@ import pytest
 import yaml
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import ConfigRecord
+from flwr.app import Message as FlowerMessage
+from flwr.app.error import Error
+from flwr.common.constant import ErrorCode
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from fedssl.engines.flower import site_keys
+from fedssl.engines.flower import registration, site_keys
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import ALIGNED
-from tests.fedssl.engines.flower.loop_grid import EQUAL, KINDS, WEIGHTS, LoopGrid, changed, run_on, start, write_sites
+from tests.fedssl.engines.flower.loop_grid import (
+    EQUAL,
+    KINDS,
+    WEIGHTS,
+    FaultsByRound,
+    LoopGrid,
+    changed,
+    run_on,
+    start,
+    write_sites,
+)
 from tests.fedssl.engines.short_runs import SMALL, metric
 
 
@@ -42,8 +55,31 @@ def test_a_node_that_comes_back_is_asked_at_once(quick, tmp_path):
     assert metric(tmp_path / "b", "missing", 1) == {}
 
 
+def test_a_question_that_a_site_lost_is_asked_again_and_its_end_says_nothing_of_it(quick, tmp_path):
+    """The site ends while it answers, and its key brings it the same node; the question expires two rounds later."""
+    recipe = quick(**WEIGHTS, rounds=3)
+    directory, grid = start(recipe, tmp_path / "b")
+    push, lost = grid.push_messages, {}
+
+    def push_messages(messages):
+        names = push(messages)
+        if not lost:
+            lost[names[2]] = FlowerMessage(Error(ErrorCode.MESSAGE_UNAVAILABLE), reply_to=messages[2])
+            del grid.replies[names[2]]
+        return names
+
+    grid.push_messages = push_messages
+    later = lambda grid, patch: registration.time.sleep(30)  # noqa: E731
+    expires = lambda grid, patch: grid.replies.update(lost)  # noqa: E731
+    warnings = run_on(recipe, directory, grid, FaultsByRound(grid, {2: later, 3: expires}))
+    assert warnings == [
+        "client 2 is not connected: the run begins without it",
+        "round 1: client 2 is left out: it is not connected",
+    ]
+
+
 def test_a_round_waits_for_a_node_that_connects_as_another_leaves(quick, tmp_path):
-    """A site that is started again has a new node, whose answer takes a moment."""
+    """A site that is started again without a key has a new node, whose answer takes a moment."""
     recipe = quick(**WEIGHTS)
     sites = write_sites(tmp_path)
     directory, grid = start(recipe, tmp_path / "b", [*sites, sites[2]])

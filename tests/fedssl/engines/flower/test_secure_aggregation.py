@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 import sys
@@ -287,6 +288,35 @@ def test_one_site_s_garbage_in_any_stage_is_its_own_fault(quick, trained, states
         assert reason in warning
         counted = {k: reply for k, reply in trained[number].items() if k != 1 or number in (7, 8, 9, 13)}
         assert_mean(states[number], counted, atol=2 * quantisation_error(recipe))
+
+
+@pytest.mark.parametrize("clients", [3, 4])
+def test_where_few_are_left_nobody_is_named_for_shares_that_any_may_have_spoilt(clients, quick, tmp_path):
+    recipe = quick(secure=SECURE, **WEIGHTS | {"partition": {"name": "iid", "clients": clients}}, rounds=2)
+    directory, grid = start(recipe, tmp_path / "secure")
+    warnings = run_on(recipe, directory, grid, FaultsByRound(grid, {1: BAD_STAGES[9][0]}))
+    assert [warning.partition(": the shares of the keys of client 0, 1, 2")[0] for warning in warnings] == [
+        f"round 1: client {k} is left out" for k in range(clients)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("privacy", "stage", "asked", "earlier"),
+    [
+        ({"name": "fixed_clipping", "noise_multiplier": 0}, 9, [0, 1, 2, 3, 4], {}),
+        ({"name": "local_dp", "epsilon": 0.5, "delta": 1e-5}, 10, [0, 2, 3, 4], dict.fromkeys("01234", 1)),
+        ({"name": "local_dp", "epsilon": 0.5, "delta": 1e-5}, 1, [0, 2, 3, 4], {}),
+    ],
+    ids=["in the mean", "asked twice", "never asked"],
+)
+def test_of_a_client_every_update_counts_that_left_it_or_is_in_a_mean(privacy, stage, asked, earlier, quick, tmp_path):
+    five = {"partition": {"name": "iid", "clients": 5}}
+    recipe = quick(dp=privacy | {"clipping_norm": 1e-3}, secure=SECURE, **EQUAL | five, rounds=1)
+    directory, grid = start(recipe, tmp_path / "secure")
+    [warning] = run_on(recipe, directory, grid, FaultsByRound(grid, {1: BAD_STAGES[stage][0]}))
+    assert warning.startswith("round 1: client 1 is left out: ")
+    spent = json.loads((tmp_path / "secure" / "privacy_spent.json").read_text())
+    assert spent == {"round": 1, "asked": asked, "earlier": earlier}
 
 
 def test_of_one_who_cannot_read_and_one_who_is_named_nobody_knows_which_is_wrong(quick, tmp_path):

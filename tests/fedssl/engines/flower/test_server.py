@@ -32,7 +32,6 @@ from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.engines.every_tensor import assert_same
 from tests.fedssl.engines.flower.loop_grid import (
     KINDS,
-    SECURE,
     FaultsByRound,
     LoopGrid,
     Prepare,
@@ -375,18 +374,6 @@ def test_an_evaluation_of_another_client_or_of_too_many_measures_does_not_count(
     assert directory.client_rounds.get(CLIENT) == 1  # its training counts
 
 
-def test_under_secure_aggregation_it_is_in_no_sum(quick, tmp_path):
-    made = quick(secure=SECURE, **AVERAGED | SMALL, partition={"name": "iid", "clients": 4})
-    directory, grid = start(made, tmp_path / "run")
-    replaced = swap_answers(grid, "train", (CLIENT, 2), (OTHER, 2))
-    warnings = run_on(made, directory, grid)
-    assert replaced
-    # it is left out before masks are agreed on, so the others' sum stands
-    assert [warning.partition(": client")[0] for warning in warnings] == ["round 2"]
-    assert metric(tmp_path / "run", "missing", 2) == {str(CLIENT): 1.0}
-    assert [directory.client_rounds.get(k) for k in range(4)] == [2, 1, 2, 2]
-
-
 # The apps
 
 
@@ -449,7 +436,7 @@ def test_a_sites_log_says_what_it_sent_and_why_the_server_left_it_out(quick, tmp
     assert f"fedssl: this site trained round 1 on 21 images: loss {loss:.4g}" in lines
 
 
-def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_nothing_else(quick, tmp_path):
+def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_nothing_else(quick, tmp_path, capsys):
     arrays = {f"x_{part}": random_pixels(60, 8, 8) for part in ("train", "test")}
     arrays |= {f"y_{part}": np.arange(60) % 10 for part in ("train", "test")}
     np.savez(tmp_path / "own.npz", **arrays)
@@ -485,6 +472,8 @@ def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_noth
     kept = load_recipe(tmp_path / "run" / "recipe.yaml")
     assert (kept.guard.minimum_answers, kept.flower.round_seconds, kept.flower.connect_seconds) == (2, 50, 5)
     assert "no answer within 50 s" in (tmp_path / "run" / "refused.csv").read_text()
+    serve(recipe.model_copy(update=changed), tmp_path, grid)
+    assert capsys.readouterr().out.endswith("run is finished already\n")
 
 
 def test_a_simulation_is_refused_for_a_deployment(quick, tmp_path):
