@@ -72,14 +72,15 @@ class Federation:
         """Return a client with its `client_state`; an empty one gives a client that has not taken part yet.
 
         The state is loaded into `reused`, a model of this client's architecture of which nothing is needed any more,
-        which spares building one. A client without a state gets a new model, as its first weights are its own, unless
-        its round starts from the server's.
+        which spares building one. A client without a state gets a new model, unless its round takes all from the server
+        but a target network, which starts as a copy.
 
         Raises:
             UserError: entries of the model are missing in the state.
         """
         stored = {k.removeprefix(MODEL): v for k, v in state.tensors.items() if k.startswith(MODEL)}
-        if reused is None or not (stored or self.method.starts_from_server):
+        own = [] if reused is None else [k for k in self.method.kept_entries(reused) if not k.startswith("target.")]
+        if reused is None or (own and not stored):
             model = self.new_model(index)
         else:
             model = reused

@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -35,11 +35,9 @@ def _handled(handler: signal.Handlers | Callable[[int, FrameType | None], object
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def interrupts_ignored() -> Iterator[None]:
+def interrupts_ignored() -> AbstractContextManager[None]:
     """Let processes that are started in the body ignore Ctrl-C: their parent handles it for all."""
-    with _handled(signal.SIG_IGN):
-        yield
+    return _handled(signal.SIG_IGN)
 
 
 @contextmanager

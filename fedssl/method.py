@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -116,9 +117,10 @@ class Method:
         """Return the final layers of the schedule that a client does not have yet."""
         if not (self.schedule.cuts and self.global_model):
             return Message()
-        plan = self.plan(self.global_model, round_number)
-        held = int(server.numbers.get(f"{HELD}{client}", 0))
-        names = self.schedule.lacking(self.global_model, plan, held)
+        held, done = int(server.numbers.get(f"{HELD}{client}", 0)), self.plan(self.global_model, round_number).done
+        encoder = self.global_model.encoder
+        assert isinstance(encoder, StagedEncoder)
+        names = [f"online.encoder.{name}" for name in encoder.names(range(held, done))]
         return Message({name: server.tensors[name] for name in names})
 
     def aggregate(
@@ -205,28 +207,29 @@ class Method:
         counted = {k: capped.get(k, images[k]) for k in replies}
         # with differential privacy what one client sends may not change how another's counts
         bounded = self.guard.largest_influence != 1 and not self.answers_are_noisy
-        replies, reasons = shortened(server, replies, counted) if bounded else (replies, {})
+        replies, shorter = shortened(server, replies, counted) if bounded else (replies, {})
+        reasons: defaultdict[int, list[str]] = defaultdict(list, {k: [why] for k, why in shorter.items()})
         total, changes = sum(images.values()), weight_changes(server, replies) if bounded else {}
         for k in capped.keys() & replies.keys():
             share = f"{100 * images[k] / total:.4g} % of all, more than guard.largest_share allows"
-            reasons[k] = f"it states {images[k]:g} images, {share}: it counts by {capped[k]:g}"
+            reasons[k].append(f"it states {images[k]:g} images, {share}: it counts by {capped[k]:g}")
         influence = {k: counted[k] * change for k, change in changes.items()}
         for k, most in capped_images(influence, self.guard.largest_influence or 1.0).items():
             share = f"{100 * influence[k] / sum(influence.values()):.4g} % of the round's change of the weights"
             counted[k] = most / changes[k]
-            reasons[k] = (
-                f"it has {share}, more than guard.largest_influence allows: it counts by {counted[k]:.4g} images"
-            )
+            limit = f"more than guard.largest_influence allows: it counts by {counted[k]:.4g} images"
+            reasons[k].append(f"it has {share}, {limit}")
         changed = {k: replace(replies[k], numbers=replies[k].numbers | {"samples": counted[k]}) for k in reasons}
         replies = replies | changed
         capped_sizes = partial(capped_images, share=self.guard.largest_influence or 1.0)
         limits = [partial(a.limited, capped=capped_sizes) for a in self.aggregators]
         if not self.answers_are_noisy:
             limits.append(partial(joined_statistics, everyone=bounded))
-        for limit in limits:
-            replies, lowered = limit(replies)
-            reasons |= {k: f"{reasons[k]}; {why}" if k in reasons else why for k, why in lowered.items()}
-        return replies, dict(sorted(reasons.items()))
+        for limited in limits:
+            replies, lowered = limited(replies)
+            for k, why in lowered.items():
+                reasons[k].append(why)
+        return replies, {k: "; ".join(reasons[k]) for k in sorted(reasons)}
 
     def note_answers(self, answered: Iterable[int], round_number: int) -> dict[str, float]:
         """Return the numbers of the server's state that say which final layers the answering clients hold."""
@@ -318,7 +321,8 @@ class Method:
         """Train a copy of the received global model without regularizers, if the local update wants one."""
         if not (self.local_update.trains_global_copy and self.schedule.trains):
             return None
-        client = replace(local.client, model=copy.deepcopy(local.client.model))
+        own = local.client
+        client = replace(own, model=copy.deepcopy(own.model), memory=own.memory.copy())
         copied_round = self._local_round(client, local.received, local.number)
         Replace().receive(copied_round)
         client.model.reset_target()
@@ -328,12 +332,15 @@ class Method:
     def _reply_with_global_copy(
         self, own: LocalRound, own_cost: StepCost, copied_round: LocalRound, copy_cost: StepCost
     ) -> tuple[Message, StepCost]:
-        """Return the trained copy as the answer, with the own model's metrics and the cost of both in memory."""
+        """Return the trained copy as the answer, with the own model's metrics and the cost of both in memory.
+
+        Aggregators look at the own model too, for what they log and keep of it.
+        """
         parameters, flops = own_cost.parameters + copy_cost.parameters, own_cost.flops + copy_cost.flops
         cost = replace(own_cost, parameters=parameters, flops=flops)
-        reply, copied, metrics = self._reply(copied_round, self.aggregators), copied_round.logged(), own.logged()
-        both = {"memory": float(cost.memory), "flops": metrics["flops"] + copied["flops"]}
-        reply.metrics = copied | metrics | both | {"global_loss": copied["loss"]}
+        reply, metrics = self._reply(copied_round, self.aggregators), self._reply(own, self.aggregators).metrics
+        both = {"memory": float(cost.memory), "flops": metrics["flops"] + reply.metrics["flops"]}
+        reply.metrics = metrics | both | {"global_loss": reply.metrics["loss"]}
         return reply, cost
 
     def _train_client(self, local: LocalRound, most_steps: int | None) -> StepCost:
@@ -390,6 +397,6 @@ class Method:
         """Return the global model with the server's weights."""
         model = build()
         model.load_state_dict(server.tensors, strict=False)
-        if ROUND in server.numbers:
-            self.schedule.prepare_evaluation(model, self.plan(model, int(server.numbers[ROUND])))
+        if ROUND in server.numbers and isinstance(model.encoder, StagedEncoder):
+            model.encoder.use(range(self.plan(model, int(server.numbers[ROUND])).depth))
         return model

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -30,11 +30,9 @@ def generator_for(seed: int, *path: str | int, device: torch.device | str = "cpu
     return torch.Generator(device).manual_seed(seed_for(seed, *path))
 
 
-@contextmanager
-def seeded(seed: int, *path: str | int) -> Iterator[None]:
+def seeded(seed: int, *path: str | int) -> AbstractContextManager[None]:
     """Run the body with torch's global generators seeded by `seed_for`, and restore them afterwards."""
-    with generators_set_to(seed_for(seed, *path)):
-        yield
+    return generators_set_to(seed_for(seed, *path))
 
 
 @contextmanager

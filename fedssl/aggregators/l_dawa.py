@@ -19,14 +19,6 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return min(1.0, max(-1.0, float(a @ b) / norms)) if norms > 0 else 1.0
 
 
-def scaled_mean(tensors: list[Tensor], factors: list[float]) -> Tensor:
-    """Return (1/K) sum_k f_k t_k over K tensors, computed in float64, in their dtype."""
-    mean = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor, factor in zip(tensors, factors, strict=True):
-        mean.add_(tensor.to(torch.float64), alpha=factor / len(tensors))
-    return mean.to(tensors[0].dtype)
-
-
 class LDawa(WeightedMean):
     """Layer-wise divergence aware weight aggregation (Rehman et al. 2023, L-DAWA, section 3).
 
@@ -63,7 +55,7 @@ class LDawa(WeightedMean):
                 state.tensors[name] = weighted_mean(tensors, samples)
             else:
                 cosines.append([cosine(tensor, server.tensors[name]) for tensor in tensors])
-                state.tensors[name] = scaled_mean(tensors, cosines[-1])
+                state.tensors[name] = weighted_mean(tensors, cosines[-1], len(tensors))
         for k, values in zip(order, zip(*cosines, strict=True), strict=True):
             state.metrics[f"l_dawa_cosine/{k}"] = sum(values) / len(values)
             state.metrics[f"l_dawa_share/{k}"] = sum(values) / len(values) / len(order)

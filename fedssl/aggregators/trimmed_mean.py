@@ -26,7 +26,7 @@ class TrimmedMean(WeightedMean):
 
     def aggregate(self, server: Message, replies: dict[int, Message]) -> Message:
         order = sorted(replies)
-        cut = int(self.trim * len(order) + 1e-9)  # 0.29 * 100 is 28.999...
+        cut = min(int(self.trim * len(order) + 1e-9), (len(order) - 1) // 2)  # 0.29 * 100 is 28.999...
         state = Message()
         for name in model_entries(server, replies):
             values = torch.stack([replies[k].tensors[name] for k in order]).sort(dim=0).values

@@ -20,12 +20,13 @@ DISTANCE = "local_model_distance/global"
 _ROUNDING = 1e-6
 
 
-def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
-    """Return sum_k w_k t_k / sum_k w_k, computed in float64, in the tensors' dtype; integers are rounded.
+def weighted_mean(tensors: list[Tensor], weights: list[float], total: float | None = None) -> Tensor:
+    """Return sum_k w_k t_k / total, computed in float64, in the tensors' dtype; integers are rounded.
 
+    `total` is sum_k w_k by default.
     A float mean of an integer buffer (BatchNorm's num_batches_tracked) could not be loaded.
     """
-    total = sum(weights)
+    total = sum(weights) if total is None else total
     mean = torch.zeros_like(tensors[0], dtype=torch.float64)
     for tensor, weight in zip(tensors, weights, strict=True):
         mean.add_(tensor, alpha=weight / total)

@@ -12,6 +12,7 @@ import click
 from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
+from ..engines import flower_module
 from ..errors import UserError, install_command
 from ..untrusted import quoted
 from .console import Overrides, RecipeName, Trust, print_text
@@ -98,7 +99,7 @@ def register(
     from ..deploy.consortium import load_server
     from ..engines.flower.site_keys import SITES
 
-    keys = _flower("deploy.registered_keys")
+    keys = flower_module("deploy.registered_keys")
     address = load_server(folder).superlink
     for line in keys.register_keys(folder / SITES, address, folder / "ca.crt", wait):
         print_text(line)
@@ -117,7 +118,7 @@ def flower_app(
     from ..recipe.reading import load_recipe
 
     loaded = load_recipe(recipe, [*(overrides or ()), "engine=flower"], trust=trust)
-    apps = _flower("deploy.apps")
+    apps = flower_module("deploy.apps")
     apps.write_app(loaded, folder, output)
     print_text(f"The app is in {folder}; flwr run {quoted(folder)} NAME-OF-THE-SUPERLINK starts it")
     print_text(f"Next: at each site, with the digest of the app: ./start.sh --allow {apps.digest_of_app(folder)}")
@@ -134,7 +135,7 @@ def superlink(
 
     It uses TLS and accepts only sites that authenticate themselves.
     """
-    raise Exit(_flower("deploy.nodes").superlink(folder, port))
+    raise Exit(flower_module("deploy.nodes").superlink(folder, port))
 
 
 def supernode(
@@ -158,16 +159,10 @@ def supernode(
 
     With --allow or approved_apps in the site's file, it runs approved apps alone.
     """
-    raise Exit(_flower("deploy.nodes").supernode(site, superlink, root_certificates, key, allow or ()))
+    raise Exit(flower_module("deploy.nodes").supernode(site, superlink, root_certificates, key, allow or ()))
 
 
 def _deploy_folders() -> ModuleType:
     if find_spec("cryptography") is None:
         raise UserError(f"fedssl provision needs cryptography: {install_command('flower')}")
     return import_module("fedssl.deploy.folders")
-
-
-def _flower(module: str) -> ModuleType:
-    from ..engines import flower_module
-
-    return flower_module(module)

@@ -18,7 +18,7 @@ from ..run_folder.directory import RunDirectory
 from .continuing import Engine
 from .observers import Observer
 from .rounds import Clients, ClientTrainer, run_rounds
-from .workers import Task, client_workers, give, pack, unpack
+from .workers import client_workers, give, pack, unpack
 
 
 def _run(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:
@@ -105,8 +105,8 @@ class ParallelClients(LocalClients):
                     if sent is not None:
                         self._observer.client_began(number, k, done, len(clients))
                     received = None if sent is None else pack(sent[k])
-                    task = Task(k, number, pack(self._directory.client_state(k)), received)
-                    running.append((k, give(self._pool, task)))
+                    state = pack(self._directory.client_state(k))
+                    running.append((k, give(self._pool, k, number, state, received)))
                 if not running:
                     return
                 k, result = running.popleft()

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml
@@ -29,18 +29,6 @@ from .rounds import ClientTrainer
 
 #: in a worker process, what it keeps between tasks
 _own: dict[str, Any] = {}
-
-
-class Task(NamedTuple):
-    """A client's part in a round or, without a message, the evaluation of its own model after the round.
-
-    State and message are packed.
-    """
-
-    client: int
-    round: int
-    state: bytes
-    received: bytes | None = None
 
 
 def pack(content: Any) -> bytes:
@@ -95,11 +83,14 @@ def client_workers(federation: Federation, count: int) -> AbstractContextManager
     return worker_pool(count, context, _begin, threads, number, data)
 
 
-def give(pool: ProcessPoolExecutor, task: Task) -> Future[bytes]:
-    """Give a task to a pool, which starts a worker for it where none is free."""
+def give(pool: ProcessPoolExecutor, client: int, number: int, state: bytes, received: bytes | None) -> Future[bytes]:
+    """Give a client's part in a round or, without a message, the evaluation of its own model after it to a pool.
+
+    State and message are packed. The pool starts a worker where none is free.
+    """
     try:
         with interrupted_later():  # half a worker ends with a traceback
-            return pool.submit(_work, task)
+            return pool.submit(_work, client, number, state, received)
     except RuntimeError as error:
         if isinstance(error, BrokenProcessPool):
             raise
@@ -130,18 +121,17 @@ def _begin(threads: int, number: Any, data: tuple[str, Dataset, dict[str, Datase
         torch.cuda.set_device(card % torch.cuda.device_count())
 
 
-def _work(task: Task) -> bytes:
+def _work(client: int, number: int, state: bytes, received: bytes | None) -> bytes:
     """Return (answer, next state) of a client's part in a round, or (measures, spectrum) of an evaluation, packed."""
     try:
         trainer = _own.get("trainer") or _own.setdefault("trainer", ClientTrainer(_federation(*_own["data"])))
-        state = unpack(task.state)
-        if task.received is None:
-            return pack(trainer.evaluate(task.client, state, task.round))
-        return pack(trainer.train(task.client, state, unpack(task.received), task.round))
+        if received is None:
+            return pack(trainer.evaluate(client, unpack(state), number))
+        return pack(trainer.train(client, unpack(state), unpack(received), number))
     except UserError as error:  # of a custom part's class the parent may know nothing
         raise UserError(str(error)) from None
     except Exception as error:
-        raise RuntimeError(f"client {task.client}: {traceback.format_exc()}") from error
+        raise RuntimeError(f"client {client}: {traceback.format_exc()}") from error
 
 
 def _federation(recipe_text: str, dataset: Dataset, downstream: dict[str, Dataset]) -> Federation:

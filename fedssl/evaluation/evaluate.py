@@ -249,9 +249,14 @@ def evaluate_model(
             predicted = model.online[CLASSIFIER](test.to(model.device)).argmax(dim=1).cpu()
         metrics["classifier"] = 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(test)
     if linear:
-        metrics["linear"] = linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed)
-        for fraction in options.few_labels:
-            metrics[f"linear_{fraction:g}"] = _few_label_accuracy(labelled, fraction, dataset, options, seed)
+        classes, labels = len(dataset.class_names), dataset.train_labels
+        metrics["linear"] = linear_accuracy(*labelled, classes, options.linear, seed)
+        for fraction in options.few_labels:  # of each class its share
+            draws = [generator_for(seed, "few labels", str(draw)) for draw in range(_DRAWS_OF_LABELS)]
+            metrics[f"linear_{fraction:g}"] = fmean(
+                linear_accuracy(train[rows], labels[rows], *labelled[2:], classes, options.linear, seed)
+                for rows in (labeled_subset(labels, fraction, generator) for generator in draws)
+            )
     for fraction in options.semi_supervised if fine_tune else ():
         metrics[f"semi_supervised_{fraction:g}"] = semi_supervised_accuracy(
             encoder, whole, fraction, options.semi_supervised_protocol, seed
@@ -281,28 +286,6 @@ def pixel_accuracies(dataset: Dataset, options: EvaluationOptions, seed: int) ->
         "pixel_knn": knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature),
         "pixel_linear": linear_accuracy(*labelled, len(dataset.class_names), options.linear, seed),
     }
-
-
-def _few_label_accuracy(
-    labelled: tuple[Tensor, Tensor, Tensor, Tensor],
-    fraction: float,
-    dataset: Dataset,
-    options: EvaluationOptions,
-    seed: int,
-) -> float:
-    """Return the mean linear accuracy over draws of a fraction of the training labels, of each class its share.
-
-    `labelled` is features and labels of the training images, then those of the test images.
-    """
-    features, labels, test_features, test_labels = labelled
-    classes = len(dataset.class_names)
-    values = []
-    for draw in range(_DRAWS_OF_LABELS):
-        rows = labeled_subset(labels, fraction, generator_for(seed, "few labels", str(draw)))
-        values.append(
-            linear_accuracy(features[rows], labels[rows], test_features, test_labels, classes, options.linear, seed)
-        )
-    return fmean(values)
 
 
 def _view_features(

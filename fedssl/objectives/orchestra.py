@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..models.model import Model, mlp_head
 from .base import Objective, Step
 
@@ -74,6 +75,13 @@ class Orchestra(Objective):
     )
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities to the clusters")
     target_momentum: float = Field(0.996, ge=0, le=1, description="share of the target network kept at each step")
+
+    def recorded(self, shape: tuple[int, ...]) -> Orchestra:
+        if shape[1] != shape[2]:
+            raise UserError(
+                f"orchestra turns images by a quarter, so they must be square, got {shape[1]}x{shape[2]} pixels"
+            )
+        return self
 
     @property
     def views(self) -> int:

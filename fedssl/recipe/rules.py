@@ -45,9 +45,10 @@ def check_data(recipe: Recipe, dataset: Dataset) -> None:
             "none: name a self-supervised objective, or give labels (data.labels for images, y_train and y_test in an "
             ".npz file)"
         )
-    if (users := public_image_users(recipe)) and dataset.public_images is None:
+    public = 0 if dataset.public_images is None else len(dataset.public_images)
+    if (users := public_image_users(recipe)) and public < 2:  # BatchNorm has no variance of one
         raise UserError(
-            f"{users[0]} needs public images to align on: give data.public_path (an .npz or a folder of images) "
+            f"{users[0]} needs public images, at least two: give data.public_path (an .npz or a folder of images) "
             "or data.public_holdout (that many training images, taken from no client)"
         )
 
@@ -109,10 +110,12 @@ def check_models(recipe: Recipe, build: Callable[[str], Model], shape: tuple[int
                 f"{regularizer.name} compares two views of each image, but objective {objective.name} passes "
                 f"{objective.online_views} through the online network: use simclr, or byol with symmetric: true"
             )
-        if regularizer.runs_objective and objective.views != 2:
+        own = [name for name, _ in model.named_buffers(recurse=False)]
+        if regularizer.runs_objective and (objective.views != 2 or own):
+            why = f"needs {objective.views}" if objective.views != 2 else f"keeps a {own[0]} of the client's own images"
             raise UserError(
                 f"{regularizer.name} takes steps on two views of the public images, but objective {objective.name} "
-                f"needs {objective.views}: use byol, simsiam, simclr or moco_v3"
+                f"{why}: use byol, simsiam, simclr or moco_v3"
             )
 
 

@@ -86,14 +86,3 @@ class Schedule(Part):
             return online
         encoder = {"online.encoder." + name for name in model.encoder.names(plan.active, top=plan.depth)}
         return [name for name in online if name in encoder or not name.startswith("online.encoder.")]
-
-    def lacking(self, model: Model, plan: Plan, held: int) -> list[str]:
-        """Return state-dict names of the final layers that a client lacks if it holds the first `held` layers."""
-        if not isinstance(model.encoder, StagedEncoder):
-            return []
-        return ["online.encoder." + name for name in model.encoder.names(range(held, plan.done))]
-
-    def prepare_evaluation(self, model: Model, plan: Plan) -> None:
-        """Give the encoder the depth of a plan."""
-        if isinstance(model.encoder, StagedEncoder):
-            model.encoder.use(range(plan.depth))

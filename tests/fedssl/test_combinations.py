@@ -30,6 +30,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "byol, one direction": {"hidden_features": 16, "output_features": 8, "symmetric": False},
     "distillation": TAUGHT,
     "dino": {"hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 3},
+    "dino, two views": {"hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 0},
     "fedx": {"output_features": 8},
     "lejepa": {"hidden_features": 16, "output_features": 8, "directions": 8},
     "moco_v3": {"hidden_features": 16, "output_features": 8},
@@ -57,6 +58,7 @@ REFUSED: dict[str, set[str]] = {
     "barlow_twins": {"global_distillation"},  # it has no predictor, as those below
     "byol, one direction": TWO_VIEWS,
     "dino": {"global_distillation", "public_objective"},
+    "dino, two views": {"global_distillation", "public_objective"},
     "distillation": TWO_VIEWS | {"public_objective"},
     "lejepa": {"global_distillation"},
     "orchestra": TWO_VIEWS | {"public_objective"},

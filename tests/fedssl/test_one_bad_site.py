@@ -191,6 +191,15 @@ def test_a_reversed_update_cannot_turn_the_model_round(attack, stated, gained, l
     assert all(reason in why for why in named)
 
 
+def test_of_two_reasons_to_count_by_less_both_are_told(five, without):
+    method = replace(five.method, guard=five.method.guard.model_copy(update={"largest_influence": 0.15}))
+    before, replies = without.servers[0], dict(without.replies[1])
+    replies[BAD] = scaled_update(3)(before, replies[BAD])
+    told = reasons_in(method.aggregate(before, replies, 1, images(64)), CAPPED)[BAD]
+    assert "weights have changed" in told
+    assert "guard.largest_influence allows" in told
+
+
 def far_statistics(end: str, change: Callable[[Tensor, Tensor], Tensor]) -> Attack:
     """Running statistics are changed, all else stays; `change` is told the means and the standard deviations."""
 

@@ -262,12 +262,12 @@ def make_server_app(recipe_file: Path) -> ServerApp:
             directory = RunDirectory.open(path)
             directory.finish_replacing()
             directory.require_unchanged(but=["recipe.yaml"])  # it is compared with the app's instead
-            _require_same_recipe(directory, recipe)
+            _require_same_recipe(directory, federation.recipe)
             if directory.checkpoint.finished:
                 progress.inform(f"{path} is finished already")
                 return
             require_same_data(path, federation.data_digests())
-            directory.replace_files({"recipe.yaml": recipe.to_yaml()})
+            directory.replace_files({"recipe.yaml": federation.recipe.to_yaml()})
             directory.roll_back()
             run = (path / SITES_RUN).read_text(encoding="utf-8").strip()
             connected = connected or _connect(grid, federation, progress, run)

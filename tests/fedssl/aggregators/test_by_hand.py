@@ -67,6 +67,9 @@ def test_the_trimmed_mean_by_hand(trim, expected):
     replies[2].numbers["samples"] = 1e9
     state = TrimmedMean(name="trimmed_mean", trim=trim).aggregate(at(0, 0), replies)
     torch.testing.assert_close(state.tensors[WEIGHT].double(), torch.tensor(expected).double())
+    del replies[4]
+    state = TrimmedMean(name="trimmed_mean", trim=0.4999999999).aggregate(at(0, 0), replies)
+    assert state.tensors[WEIGHT].tolist() == [1.5, 0.5]  # of four the two in the middle are left
 
 
 def test_the_mean_by_hand():

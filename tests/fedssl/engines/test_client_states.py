@@ -68,6 +68,7 @@ def test_memory_does_not_grow_with_the_clients(tiny, tmp_path, monkeypatch):
 
 
 SIMCLR: dict[str, Any] = {"name": "simclr", "hidden_features": 32, "output_features": 16}
+DINO: dict[str, Any] = {"name": "dino", "hidden_features": 16, "output_features": 8, "prototypes": 12, "local_views": 0}
 CONTRAST: dict[str, Any] = {"regularizers": ["representation_alignment"]}
 #: changes of the tiny recipe, and the networks that are stored
 STORED: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -76,6 +77,7 @@ STORED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "fedema": (AVERAGED | {"local_update": "fedema"}, {"online", "target"}),
     "moon": (AVERAGED | CONTRAST, {"online", "target"}),
     "personal": (AVERAGED | {"local_update": "personal"}, {"online", "target"}),
+    "feddino": (AVERAGED | {"objective": DINO}, {"target", "centre"}),
     "hetero_ssfl": (ALIGNED | {"architectures": ["small_convnet"]}, {"online", "target"}),
     "fedu2": (FEDU2, {"target"}),
     "lw_fedssl": (LW_FEDSSL, {"online"}),  # two rounds
@@ -93,7 +95,7 @@ def test_a_state_holds_what_the_next_round_needs(method, tiny):
     assert set(federation.client_state(client, 2).tensors) == whole  # for reports of local models
 
 
-@pytest.mark.parametrize("method", ["fedbyol", "fedema", "moon", "personal", "hetero_ssfl", "lw_fedssl"])
+@pytest.mark.parametrize("method", ["fedbyol", "fedema", "moon", "personal", "feddino", "hetero_ssfl", "lw_fedssl"])
 def test_nothing_is_missing(method, finished, tiny, tmp_path, monkeypatch):
     """Metrics and the server's state are those of a run that stores whole models and builds each one anew.
 

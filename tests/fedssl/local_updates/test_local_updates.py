@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedssl.aggregators.representation_mean import WHITENING
 from fedssl.client import LocalRound
 from fedssl.data.batches import epoch_batches
 from fedssl.errors import UserError
@@ -226,18 +227,25 @@ def test_without_a_pull_the_own_model_is_trained_alone_from_the_first_global_one
 
 
 def test_the_own_models_are_kept_and_evaluated_and_the_cost_is_that_of_both(tiny, finished):
-    recipe = tiny(**near(1.0) | {"aggregators": ["weighted_mean", "representation_mean"]})
+    kernels = {"name": "representation_mean", "kernel": "half_whitened"}
+    recipe = tiny(**near(1.0) | {"aggregators": ["weighted_mean", kernels]})
     directory = RunDirectory.open(finished(recipe))
     rows = directory.read_metrics()
     for name in ("knn", "public_effective_rank"):
         assert {who for number, who, metric, _ in rows if (number, metric) == (2, name)} == {"0", "1", "2", "mean"}
+    federation = build_federation(recipe)
+    client = federation.client(0, directory.client_state(0))
+    whitening, again = client.memory.tensors[WHITENING], federation.method._local_round(client, Message(), 2)
+    federation.method.aggregators[1].collect(again, [])
+    torch.testing.assert_close(whitening, client.memory.tensors[WHITENING])
+    assert (2, "0", "public_effective_rank", again.logged()["public_effective_rank"]) in rows
     own = [weights(directory.client_state(k)) for k in range(3)]
     name = next(name for name in own[0] if name.endswith("weight"))
     sent = directory.server_state().tensors[name.removeprefix("model/")]
     assert len({float(tensors[name].sum()) for tensors in own} | {float(sent.sum())}) == 4
     assert predicted(recipe) == logged(directory.path)
     averaged = estimate(build_federation(tiny(**AVERAGED | {"objective": SIMSIAM})))[-1]
-    assert estimate(build_federation(recipe))[-1].flops[0] > 2 * averaged.flops[0]
+    assert estimate(federation)[-1].flops[0] > 2 * averaged.flops[0]
 
 
 @pytest.mark.parametrize(

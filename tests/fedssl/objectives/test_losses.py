@@ -9,6 +9,7 @@ from torch import nn
 from fedkernels import ViewKey
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.pixels import normalize
+from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.models.model import Model
 from fedssl.objectives.barlow_twins import BarlowTwins
@@ -202,6 +203,11 @@ def test_images_are_turned_by_their_place():
     turned, turns = turn(images)
     assert turns.tolist() == [0, 1, 2, 3, 0]
     assert turned[:4, 0].tolist() == [[[1, 2], [3, 4]], [[2, 4], [1, 3]], [[4, 3], [2, 1]], [[3, 1], [4, 2]]]
+
+
+def test_orchestra_takes_square_images_alone():
+    with pytest.raises(UserError, match="must be square, got 8x6 pixels"):
+        Orchestra(name="orchestra").recorded((1, 8, 6))
 
 
 def orchestra_model(features=2, clusters=2, memory=3) -> OrchestraModel:

@@ -121,6 +121,7 @@ def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part
         ({"guard": {"minimum_answers": 4}}, "guard.minimum_answers is 4, but a round asks only 3 clients"),
         ({"clients_per_round": 4}, "clients_per_round is 4, but partition.clients is only 3"),
         (ALIGNED | {"data": {"name": "digits"}}, "representation_mean needs public images|cka_alignment needs public"),
+        (ALIGNED | {"data": {"name": "digits", "public_holdout": 1}}, "needs public images, at least two"),
         ({"regularizers": ALIGNED["regularizers"]}, "cka_alignment reads what representation_mean sends"),
         (AVERAGED | {"architectures": ["small_convnet", "small_resnet10"]}, "name one architecture"),
         (AVERAGED | {"local_update": "keep_own"}, "keep_own does not go with aggregators .*weighted_mean.*use replace"),

@@ -15,6 +15,7 @@ from flwr.app.error import Error
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from google.protobuf.message import DecodeError
+from safetensors.torch import save_file
 
 import fedssl
 from fedssl.engines.flower import messenger, simulation, wire
@@ -44,6 +45,7 @@ from tests.fedssl.engines.flower.loop_grid import (
 )
 from tests.fedssl.engines.flower.test_wire import mappings
 from tests.fedssl.engines.short_runs import SMALL, contents, metric, results, stopped_before_commit
+from tests.fedssl.models.test_weights import drawn
 
 
 @pytest.mark.parametrize("kind", ["lw_fedssl", "hetero_ssfl, bfloat16"])
@@ -441,7 +443,9 @@ def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_noth
     arrays |= {f"y_{part}": np.arange(60) % 10 for part in ("train", "test")}
     np.savez(tmp_path / "own.npz", **arrays)
     own = {"name": "npz", "path": str(tmp_path / "own.npz")}
-    recipe = quick(**AVERAGED | SMALL | {"data": own}, guard={"minimum_answers": 3})
+    save_file(drawn("small_convnet").state_dict(), tmp_path / "w.safetensors")  # a run records their digest
+    model = {"weights": str(tmp_path / "w.safetensors")}
+    recipe = quick(**AVERAGED | SMALL | {"data": own}, model=model, guard={"minimum_answers": 3})
     _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path))
     grid.silent = {12}
     told = r"round 1: 2 of 2 answers .*guard.minimum_answers is 3; client 1: no answer within"
