@@ -1,8 +1,6 @@
 """compare: what its hooks keep, what it restores, and what it refuses."""
 
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -148,15 +146,7 @@ def test_without_matplotlib_a_heat_map_says_what_to_install(tmp_path, monkeypatc
     assert not any(tmp_path.iterdir())
 
 
-def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
-    page = Path(__file__).resolve().parents[2] / "docs/operators/linear_cka.md"
-    if not page.exists():
-        pytest.skip("not a source tree")
+def test_a_heat_map_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = (example for example in examples if "compare(" in example)
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(code, names)
-    assert names["comparison"].matrix.shape == (5, 5)
+    compare(network(1), network(2), batches(), LAYERS).heat_map(tmp_path / "similarity.png")
     assert (tmp_path / "similarity.png").read_bytes().startswith(b"\x89PNG")

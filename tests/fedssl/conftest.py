@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 import fedssl
+from fedssl.cli import main
 from fedssl.models.encoders import build_encoder
 from fedssl.randomness import seeded
 from fedssl.recipe.reading import parse_recipe
@@ -147,3 +149,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(name="fedssl")
+def command_line(monkeypatch, capsys, tmp_path):
+    """Call `fedssl` in an empty folder at a width in columns; gives (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str, columns: int = 200) -> tuple[int, str, str]:
+        for variable in ("COLUMNS", "TERMINAL_WIDTH"):
+            monkeypatch.setenv(variable, str(columns))
+        monkeypatch.setattr(sys, "argv", ["fedssl", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return call

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl.cli import app, main
+from fedssl.cli import app
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe, parse_recipe
@@ -32,16 +32,13 @@ def block(start: str) -> str:
 
 
 @pytest.fixture
-def fedssl_prints(monkeypatch, capsys):
-    """Run a command in this folder; return what it prints."""
+def fedssl_prints(fedssl):
+    """Run a command in an empty folder; return what it prints."""
 
     def prints(words: list[str]) -> str:
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        assert (ended.value.code or 0) == 0, (words, printed.err)
-        return printed.out
+        code, out, err = fedssl(*words[1:], columns=80)
+        assert code == 0, (words, err)
+        return out
 
     return prints
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fedkernels
 from fedkernels import distributed
+from tests.fedkernels.test_contexts import assert_exports
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 METHOD = pytest.mark.parametrize("method", ["gather", "ring"])
@@ -80,15 +81,8 @@ def test_compile(loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_exported_program_serves_batches_of_other_sizes(loss):
-    class Loss(torch.nn.Module):
-        def forward(self, first, second):
-            return LOSSES[loss](first, second, 0.5, *[-1.0][: loss == "sigmoid_loss"])
-
-    batch = torch.export.Dim("batch", min=2, max=64)
-    program = torch.export.export(Loss(), (*inputs((4, 3), (4, 3)),), dynamic_shapes=({0: batch}, {0: batch})).module()
-    for size in (5, 8):
-        given = inputs((size, 3), (size, 3))
-        torch.testing.assert_close(program(*given), Loss()(*given))
+    numbers = 0.5, *[-1.0][: loss == "sigmoid_loss"]
+    assert_exports(lambda *rows: LOSSES[loss](*rows, *numbers), lambda n: inputs((n, 3), (n, 3)))
 
 
 @METHOD

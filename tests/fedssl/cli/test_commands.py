@@ -34,7 +34,6 @@ from tests.fedssl.conftest import ALIGNED, tiny_values
 from tests.fedssl.engines.short_runs import everything
 from tests.fedssl.forked_command import start_command
 from tests.fedssl.recipe.own_part import OWN_PART
-from tests.fedssl.test_untrusted import BOMB
 
 EVIL_PART = f"""{OWN_PART}
 
@@ -225,28 +224,6 @@ def test_ctrl_c_is_heard_while_an_object_is_deleted():
 
 
 # Recipes, tables and overrides
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("rounds: 1\n", "line 3[0-9]*|the key 'rounds' stands there already"),
-        ("extra: " + "9" * 5000 + "\n", "extra: unknown key"),
-        (BOMB, "aliases repeat more than 100,000 values"),
-        ('extra: "\\e[2J"\n', "holds control characters"),
-        ("5: extra\n", "5: unknown key"),
-    ],
-)
-def test_hostile_yaml(change, message, fedssl, tmp_path):
-    (tmp_path / "mine.yaml").write_text(recipe_text() + change)
-    table = "name: t\nseeds: [0]\nrows: [{label: a, recipe: fedbyol}]\n"
-    (tmp_path / "table.yaml").write_text(table + change.replace("rounds: 1", "name: t"))
-    before = everything(tmp_path)
-    for command in (("run", "mine.yaml"), ("show", "mine.yaml"), ("run-table", "table.yaml")):
-        code, _, err = fedssl(*command)
-        one_line(code, err)
-        assert message.split("|")[-1].replace("rounds", "name" if "table" in command[1] else "rounds") in err
-        assert everything(tmp_path) == before
 
 
 @pytest.mark.parametrize(

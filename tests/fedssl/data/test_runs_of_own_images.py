@@ -11,7 +11,6 @@ from fedssl.federation import build_federation
 from fedssl.reports.evaluation import write_evaluation
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
-from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
 from tests.fedssl.conftest import AVERAGED, METHODS
 from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
 from tests.fedssl.data.image_samples import write_two_classes
@@ -38,7 +37,7 @@ def measured_of(run: Path) -> set[str]:
     return metrics & {"knn", "linear", "linear_auroc", *MEASURES}
 
 
-def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):  # noqa: F811
+def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(tiny(**AVERAGED, data=data_of(folder), partition=IID, rounds=1).to_yaml())
     code, out, err = fedssl("run", str(recipe), "--output", str(run))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.fedssl.cli.conftest import fedssl  # noqa: F401 - a fixture
 from tests.fedssl.engines.flower.conftest import flower_process  # noqa: F401 - a fixture
 
 if find_spec("flwr") is None:

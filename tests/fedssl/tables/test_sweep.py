@@ -17,7 +17,6 @@ from fedssl.run_folder.record import read_run
 from fedssl.tables.results import Results
 from fedssl.tables.sweep import drawn, run_sweep, trials_of
 from fedssl.tables.table import Sweep, load_table
-from tests.fedssl.cli.conftest import fedssl  # noqa: F401  (a fixture)
 from tests.fedssl.conftest import AVERAGED, tiny_values
 
 RATES = [1e-3, 2e-3, 1e-2]
@@ -38,7 +37,7 @@ def write(folder: Path, sweep: dict[str, Any], **changes: Any) -> Path:
     return path
 
 
-def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(fedssl, tmp_path):  # noqa: F811
+def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(fedssl, tmp_path):
     own = {"other": {"evaluation.images": [40]}}
     diverging = {"training.learning_rate": [1e-3, 1e30]}
     judged = {"seeds": [1, 2], "method": "one", "verdict": "comparison", "baselines": ["other"]}
