@@ -96,8 +96,8 @@ def _stored(file: Path, channels: int | None) -> _Stored:
 
 def _array(file: Path, channels: int | None) -> _Stored:
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:  # whose messages propose to run what the file holds
+        array = np.lib.format.open_memmap(file, mode="r")
+    except ValueError as error:
         raise BrokenImageError("no array of numbers that numpy.save has written whole") from error
     if array.dtype.kind not in "iubf" or not 2 <= array.ndim <= 3:
         raise BrokenImageError(f"an array {list(array.shape)} of {array.dtype}, expected numbers [H, W] or [H, W, C]")
@@ -162,7 +162,8 @@ def _kind(image: "Image") -> ImageKind:
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if _is_deep_gray(image):
         return ImageKind(image.size, 1, True, None if image.mode == "F" else _16_BITS, frames)
-    channels, deep = 1 if image.mode in ("1", "L", "LA") else 3, _has_deep_colours(image)
+    gray = image.mode in ("1", "L", "LA") or "LA;16B" in _stored_as(image)  # which Pillow gives as RGBA
+    channels, deep = 1 if gray else 3, _has_deep_colours(image)
     if deep and image.format != "PNG":
         raise BrokenImageError(f"colours of 16 bits in a {image.format}, which are not read; store them as PNG or TIFF")
     return ImageKind(image.size, channels, deep, _16_BITS if deep else None, frames, alpha=image.has_transparency_data)
@@ -174,13 +175,16 @@ def _is_deep_gray(image: "Image") -> bool:
 
 def _has_deep_colours(image: "Image") -> bool:
     """Return True if an image that Pillow gives 8 bits a channel is stored with more."""
-    for tile in getattr(image, "tile", []):
-        for argument in tile.args if isinstance(tile.args, tuple) else (tile.args,):
-            if isinstance(argument, str) and ";16" in argument and argument != "BGR;16":  # 16 bits a pixel
-                return True
-            if image.format == "PPM" and isinstance(argument, int) and argument > 255:
-                return True
-    return False
+    told = _stored_as(image)
+    if image.format == "PPM" and any(isinstance(one, int) and one > 255 for one in told):
+        return True
+    return any(isinstance(one, str) and ";16" in one and one != "BGR;16" for one in told)  # that is 16 bits a pixel
+
+
+def _stored_as(image: "Image") -> list[Any]:
+    """Return what Pillow's decoders are told of the values in the file."""
+    told = [tile.args for tile in getattr(image, "tile", [])]
+    return [one for arguments in told for one in (arguments if isinstance(arguments, tuple) else (arguments,))]
 
 
 def _values(file: Path) -> NDArray[Any]:

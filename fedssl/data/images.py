@@ -121,7 +121,8 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     folders = _split_folders(root, options)
     images, left_out = list_files(root, options.follow_links)
     if table is not None and table_path is not None:
-        table = _by_files_names(table, [_name_below(root, path) for path in images], table_path, root)
+        names = [_name_below(root, path) for path in images]
+        table = _by_files_names(table, names, table_path, root)
         left_out = [file for file in left_out if not (os.path.exists(file) and os.path.samefile(file, table_path))]
     splits: list[list[_ImageFile]] = [[] for _ in folders]
 
@@ -144,13 +145,10 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
             left_out.append(path)
         else:
             splits[split].append(file)
-    if by_folder:
-        expected = "in the folder of its class"
-    elif table is not None:
-        expected = "on a line of the table"
-    else:
-        expected = "in train/ or test/" if len(splits) > 1 else ""
-    notify_of_left_out(left_out, root, expected)
+    read = [f"{folder.name}/" for folder in folders] if len(folders) > 1 else []
+    expected = [f"in {' or '.join(read)}"] if read else []
+    expected += ["in the folder of its class"] if by_folder else ["on a line of the table"] if table is not None else []
+    notify_of_left_out(left_out, root, " and ".join(expected))
     notify_of_masks((file.path for files in splits for file in files), root)
     if by_folder:
         for folder, files in zip(folders, splits, strict=True):
@@ -160,9 +158,12 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
         present = {_name_below(root, file.path) for files in splits for file in files}
         if len(present) < sum(map(len, splits)):
             raise UserError(f"{printable(root)} has files whose names differ in the form of accents alone; rename them")
+        outside = set(names) - present
         missing = {
-            number: f"not a file whose name ends as an image's{remedy([Path(name)])}"
-            if (root / name).exists()
+            number: f"only {' and '.join(read)} are read"
+            if name in outside
+            else f"not a file whose name ends as an image's{remedy([Path(name)])}"
+            if os.path.exists(root / name)
             else "there is no such file"
             for number, name in enumerate(table)
             if name not in present
@@ -195,6 +196,8 @@ def _read_table(path: Path, root: Path, file_column: str, label_column: str | No
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
         raise UserError(f"{shown} has several columns named {listed(twice)}; rename them")
+    if not lines:
+        raise UserError(f"{shown} has no lines below its header; add one for each image, or set data.labels to another")
     table: dict[str, dict[str, str]] = {}
     again: list[str] = []
     for number, line in lines:
@@ -282,9 +285,9 @@ def _name_below(root: Path, file: Path) -> str:
 
 def _name_in_table(root: Path, name: str) -> str:
     """Return a file's path below `root` by its name in a table, which may be absolute or written as on Windows."""
-    if "\\" in name and not (root / name).exists():
+    if "\\" in name and not os.path.exists(root / name):
         name = name.replace("\\", "/")
-    if os.path.isabs(name):
+    if os.path.isabs(name) and "\0" not in name:
         file, folder = Path(name), root
         if not file.is_relative_to(root):  # the table names the folder by another path
             file, folder = file.parent.resolve() / file.name, root.resolve()
@@ -329,7 +332,7 @@ def _class_names(train: Sequence[_ImageFile], test: Sequence[_ImageFile], by_num
     labels = {file.label for file in train if file.label is not None}
     unknown = {file.label for file in test if file.label is not None} - labels
     if unknown:
-        raise UserError(f"test/ has classes that train/ lacks: {listed(sorted(unknown))}; make the folders match")
+        raise UserError(f"test/ has classes that train/ lacks: {listed(sorted(unknown))}; give train/ images of them")
     if by_number and all(label.isdecimal() for label in labels):
         return sorted(labels, key=lambda label: (int(label), label))
     return sorted(labels)

@@ -27,7 +27,7 @@ from rich.filesize import decimal as readable_bytes
 from torch import Tensor
 
 from ..errors import UserError
-from ..run_folder.storage import make_folder, write_atomically, writing
+from ..run_folder.storage import make_folder, writing
 from ..untrusted import printable
 from .files import ARRAY_SUFFIX, listed, notify
 from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, stored_values
@@ -237,8 +237,9 @@ def decode_images(
         with _new_file(cache, needed) as file:
             kept = _decode(readable, shape, options, faults, lambda pixels: file.write(pixels.tobytes()))
             report_broken(files, faults, options.broken)
-        described = {"shape": shape, "kept": kept, "faults": faults}
-        write_atomically(cache.with_suffix(".json"), json.dumps(described).encode())
+        described = json.dumps({"shape": shape, "kept": kept, "faults": faults}).encode()
+        with _new_file(cache.with_suffix(".json"), len(described)) as file:  # another process may write it too
+            file.write(described)
         return open_stored_images(cache, shape, len(kept)), kept
 
 
@@ -471,6 +472,8 @@ def _decode(
                 last_line = time.monotonic()
                 print(f"fedssl: decoding images: {done:,} of {len(readable):,}", file=sys.stderr, flush=True)
     if kept:
-        notify_of_constant(f"the images in {printable(os.path.commonpath(readable.values()))}", contrasts)
+        mixed = len({file.is_absolute() for file in readable.values()}) > 1  # as data.path and data.more_paths may be
+        folder = os.path.commonpath([file.absolute() if mixed else file for file in readable.values()])
+        notify_of_constant(f"the images in {printable(folder)}", contrasts)
         notify_of_copies(hashes, lambda row: str(readable[kept[row]]))
     return kept

@@ -159,7 +159,6 @@ def _are_bands(page: Any, channels: int | None) -> bool:
 
 def _kind(page: Any, channels: int, bands: bool, frames: int) -> ImageKind:
     size = (page.imagewidth, page.imagelength)
-    size = size[::-1] if page.tags.valueof(_ORIENTATION, 1) in (5, 6, 7, 8) else size
     plain = page.photometric in (_PALETTE, _CMYK, _YCBCR, _CIELAB)
     alpha = not bands and page.samplesperpixel == _SAMPLES[page.photometric] + 1
     if plain and not bands:

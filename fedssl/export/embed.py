@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,17 +161,19 @@ def _from_files(
         window = window or range_of_float_files(files, asked_for)
     for start in range(0, len(files), _AT_A_TIME):
         names, images, unreadable = [], [], []
-        for file in files[start : start + _AT_A_TIME]:
-            try:
-                if window is None and image_kind(file, asked_for).deep:
-                    raise UserError(
-                        f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images of 8 "
-                        "bits: give --window LOW,HIGH, the values that become 0 and 255"
-                    )
-                images.append(read_pixels(file, height, width, channels, window, asked_for))
-                names.append(printable(file.relative_to(folder).as_posix()))
-            except BrokenImageError as error:
-                unreadable.append(f"{printable(file)} ({error})")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, as in decode_images
+            for file in files[start : start + _AT_A_TIME]:
+                try:
+                    if window is None and image_kind(file, asked_for).deep:
+                        raise UserError(
+                            f"{printable(file)} has pixels of more than 8 bits, and the encoder was trained on images "
+                            "of 8 bits: give --window LOW,HIGH, the values that become 0 and 255"
+                        )
+                    images.append(read_pixels(file, height, width, channels, window, asked_for))
+                    names.append(printable(file.relative_to(folder).as_posix()))
+                except BrokenImageError as error:
+                    unreadable.append(f"{printable(file)} ({error})")
         pixels = torch.from_numpy(np.stack(images)) if images else torch.empty(0, *shape, dtype=torch.uint8)
         yield names, pixels, unreadable
 

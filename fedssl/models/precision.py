@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,16 +51,12 @@ def networks_compute_in(model: Model, precision: Precision) -> Iterator[None]:
     """
     hooks = _Hooks(model.device.type, _DTYPES.get(precision))
     model.rows_dtype = contrastive_dtype(precision, model.device)
-    handles = []
-    for network in (*model.online.values(), *model.target.values()):
-        handles.append(network.register_forward_pre_hook(hooks.before))
-        handles.append(network.register_forward_hook(hooks.after, always_call=True))
-    try:
+    with ExitStack() as stack:
+        stack.callback(setattr, model, "rows_dtype", None)
+        for network in (*model.online.values(), *model.target.values()):
+            stack.enter_context(network.register_forward_pre_hook(hooks.before))
+            stack.enter_context(network.register_forward_hook(hooks.after, always_call=True))
         yield
-    finally:
-        model.rows_dtype = None
-        for handle in handles:
-            handle.remove()
 
 
 def contrastive_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:

@@ -91,8 +91,7 @@ class StagedEncoder(Encoder):
         self.num_features = features = int(network.num_features)  # type: ignore[arg-type]
         self._paths = cuts
         for path in chain(*cuts):
-            parent, _, name = path.rpartition(".")
-            setattr(network.get_submodule(parent), name, Switch(network.get_submodule(path)))
+            network.set_submodule(path, Switch(network.get_submodule(path)))
         self.network = network
         self.reshape = nn.ModuleDict(
             {str(depth): nn.Linear(width, features) for depth, width in enumerate(widths, start=1) if width != features}
@@ -144,8 +143,7 @@ class StagedEncoder(Encoder):
     def plain_network(self) -> nn.Module:
         """Return the network as it was before it was cut; this encoder cannot be used afterwards."""
         for path in chain(*self._paths):
-            parent, _, name = path.rpartition(".")
-            setattr(self.network.get_submodule(parent), name, self.network.get_submodule(path).module)
+            self.network.set_submodule(path, self.network.get_submodule(path).module)  # type: ignore[arg-type]
         return self.network
 
     def names(self, layers: Collection[int], top: int | None = None) -> list[str]:
@@ -186,11 +184,8 @@ class StagedEncoder(Encoder):
         if known_output is None:
             outputs: list[Tensor] = []
             last = self.switches(max(self._frozen))[-1]
-            handle = last.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-            try:
+            with last.register_forward_hook(lambda module, inputs, output: outputs.append(output)):
                 yield
-            finally:
-                handle.remove()
             self.frozen_outputs.keep(images, outputs[0])
             return
         frozen = [switch for layer in self._frozen for switch in self.switches(layer)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from ..errors import UserError, install_command
 from .stages import names_of_last_layers
@@ -44,13 +45,10 @@ def freeze(encoder: nn.Module, train: str, architecture: str, image_shape: Colle
 def _add_adapters(encoder: nn.Module, rank: int, architecture: str, image_shape: Collection[int]) -> None:
     targets = {n: m for n, m in encoder.named_modules() if isinstance(m, nn.Linear) and "attn" in n.split(".")}
     called: set[nn.Module] = set()
-    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in targets.values()]
-    with torch.no_grad():
+    with torch.no_grad(), register_module_forward_hook(lambda module, *_: called.add(module)):
         encoder.eval()(torch.zeros(1, *image_shape))
     encoder.train()
-    for hook in hooks:
-        hook.remove()
-    if not targets or called < set(targets.values()):  # some networks take a layer's weights and do not call it
+    if not targets or not called >= set(targets.values()):  # some networks take a layer's weights and do not call it
         raise UserError(
             f"model.train=lora:{rank} adapts the linear layers of attention, and {architecture} has none that it calls "
             "as they are: train its last layers, such as model.train=last:1, or take a vision transformer"
@@ -67,8 +65,7 @@ def merged(encoder: nn.Module) -> nn.Module:
     adapted: dict[str, Any] = {path: m for path, m in encoder.named_modules() if hasattr(m, "lora_A")}
     for path, module in adapted.items():
         module.merge()
-        parent, _, name = path.rpartition(".")
-        setattr(encoder.get_submodule(parent), name, module.get_base_layer())
+        encoder.set_submodule(path, module.get_base_layer())
     for module in encoder.modules():
         vars(module).pop("train", None)  # of `keep_in_evaluation_mode`
     return encoder

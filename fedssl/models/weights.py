@@ -85,6 +85,7 @@ Weights = dict[str, Tensor]
 _TIMM = "timm:"
 _MOST_NAMED = 5
 _SMALLEST_LIMIT = 2**20  # bytes of a file of weights, below which its size is no limit
+_COUNTER = "num_batches_tracked"  # of BatchNorm, which torch's own load_state_dict does without too
 _TIMES_STORED = 4  # how often tensors may share what a file stores, as tied weights do
 
 
@@ -99,9 +100,8 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
         return {}
     wanted = list(dict.fromkeys(architectures))
     if isinstance(options.weights, str):
-        made_for = _architecture_of(options.weights)
         if len(wanted) > 1:
-            example = f"{{{made_for or wanted[0]}: {options.weights}}}"
+            example = f"{{{_described(options.weights).get('architecture', wanted[0])}: {options.weights}}}"
             raise UserError(
                 f"model.weights names one encoder, but architectures has {', '.join(wanted)}: give a mapping such as "
                 f"model.weights='{example}'; an architecture that is not in it starts at random"
@@ -114,7 +114,7 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
                 raise UserError(f"model.weights names {name}, but architectures has {', '.join(wanted)}")
     weights = {}
     for architecture, source in sources.items():
-        made_for = _architecture_of(source)
+        made_for = _described(source).get("architecture")
         if made_for not in (None, architecture, architecture.split(".")[0]):
             raise UserError(
                 f"model.weights: {source} holds the weights of {made_for}, not of {architecture}: set "
@@ -141,11 +141,10 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
     try:
         if not source.startswith(_TIMM) and not Path(source).exists():
             raise UserError(f"there is no folder {source}: expected a folder of fedssl export, or timm:NAME")
-        weights, architecture = _read(source), _architecture_of(source)
-        if architecture is None:
+        weights, described = _read(source), _described(source)
+        if not described:
             raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export or timm:NAME")
-        config = None if source.startswith(_TIMM) else _config_of(source)
-        trained_on = config["image_shape"] if config else None
+        architecture, trained_on = described["architecture"], described["image_shape"]
         if trained_on and trained_on[1:] != sides:
             raise UserError(
                 f"{source} is an encoder of images [channels, height, width] {trained_on}, got {[*image_shape]}: set "
@@ -153,8 +152,7 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
-            stem: Stem = stored_stem(config) if config else "large"  # the one that timm's weights are of
-            encoder = build_encoder(architecture, channels, sides[1], sides[0], stem)
+            encoder = build_encoder(architecture, channels, sides[1], sides[0], stored_stem(described))
         load_weights(encoder, weights, architecture, source)
     except UserError as error:
         raise UserError(f"{option}: {str(error).removeprefix('model.weights: ')}") from error
@@ -235,7 +233,7 @@ def load_weights(encoder: nn.Module, weights: Weights, architecture: str, source
 def _prefix_of(encoder: nn.Module, weights: Weights, architecture: str, source: str) -> str:
     """Return what all names of an encoder begin with in a checkpoint: "" where they are names of their own."""
     stem = "conv1." if has_small_image_stem(encoder) else None  # which may be another one
-    own = [name for name in encoder.state_dict() if not (stem and name.startswith(stem))]
+    own = [n for n in encoder.state_dict() if not (stem and n.startswith(stem)) and not n.endswith(_COUNTER)]
     ends = {name.removesuffix(own[0]) for name in weights if name.endswith(own[0])}
     prefixes = sorted(prefix for prefix in ends if all(prefix + name in weights for name in own))
     if len(prefixes) > 1 and "" not in prefixes:
@@ -256,7 +254,7 @@ def _misfits(own: Weights, given: Weights) -> list[str]:
     misshapen = [name for name in own if name in given and given[name].shape != own[name].shape]
     shapes = [f"{name} has the shape {[*given[name].shape]}, expected {[*own[name].shape]}" for name in misshapen]
     problems = [listed(shapes, _MOST_NAMED)] if shapes else []
-    if missing := [name for name in own if name not in given]:
+    if missing := [name for name in own if name not in given and not name.endswith(_COUNTER)]:
         problems.append(f"missing: {listed(missing, _MOST_NAMED)}")
     if unknown := [name for name in given if name not in own]:
         problems.append(f"in no layer of the encoder: {listed(unknown, _MOST_NAMED)}")
@@ -273,25 +271,19 @@ def _classifier_names(architecture: str, own: Weights) -> set[str]:
     return {f"{head}.{kind}" for head in heads for kind in ("weight", "bias")} - own.keys()
 
 
-def _architecture_of(source: str) -> str | None:
-    """Return the architecture that a source of weights is of, or None if it does not say."""
+def _described(source: str) -> dict[str, Any]:
+    """Return `architecture`, `stem` and `image_shape` of a source of weights; nothing if it does not tell them."""
     if source.startswith(_TIMM):
-        return source.removeprefix(_TIMM).split(".")[0]
-    config = _config_of(source)
-    return None if config is None else str(config["architecture"])
-
-
-def _config_of(source: str) -> dict[str, Any] | None:
-    """Return what the config.json of an exported encoder says of it; None where there is none."""
+        return {"architecture": source.removeprefix(_TIMM).split(".")[0], "stem": STEMS["large"], "image_shape": []}
     config = Path(source) / "config.json"
     if not config.is_file():
-        return None
+        return {}
     with explained(f"model.weights: {config} cannot be read as an exported encoder's"):
         values: Any = json.loads(read_regular_file(config, MOST_BYTES))
         values = values.get("fedssl", values)
         stem = values.get("stem", STEMS["large"] if "pretrained_cfg" in values else "")  # the latter is timm's own file
         image_shape = [int(side) for side in values.get("image_shape", ())]
-        return {"architecture": values["architecture"], "stem": stem, "image_shape": image_shape}
+        return {"architecture": str(values["architecture"]), "stem": stem, "image_shape": image_shape}
 
 
 def _read(source: str) -> Weights:
@@ -308,8 +300,8 @@ def _read(source: str) -> Weights:
             )
         return chosen
     path = Path(source)
-    if (path / "recipe.yaml").is_file() or (path.parent.parent / "recipe.yaml").is_file():
-        run = path if path.is_dir() else path.parent.parent
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    if (run / "checkpoints" / "manifest.json").is_file():
         raise UserError(
             f"model.weights: {path} is a run's: export its encoder first, with fedssl export {quoted(run)} FOLDER"
         )
@@ -379,6 +371,9 @@ def _require_at_most(most: int, size: int, path: Path) -> None:
 def _tensors_of(state: Weights, source: object) -> Weights:
     if not state:
         raise UserError(f"model.weights: {source} holds no weights; expected tensors by name, as of a state_dict()")
+    if sparse := [name for name, tensor in state.items() if tensor.layout != torch.strided]:
+        which = listed(sparse, _MOST_NAMED)
+        raise UserError(f"model.weights: {source}: expected dense tensors, {which} is sparse: save it by .to_dense()")
     # Copies in torch's own memory: see storage.read_message.
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 

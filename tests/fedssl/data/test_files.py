@@ -39,7 +39,7 @@ def test_files_that_are_left_out_are_named_but_what_programs_leave_behind_is_nei
     load_dataset(options, 0)
     assert "fedssl: 3 files are left out of" in caplog.text
     assert "train/ant/notes.txt, train/bee/photo.heic, train/loose.png; images end with jpg," in caplog.text
-    assert "dicom, and each must be in the folder of its class" in caplog.text
+    assert "dicom, and each must be in train/ or test/ and in the folder of its class" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -281,9 +281,9 @@ def test_a_tiff_is_turned_upright_once(tmp_path, bits, orientation, wanted):
     """Half as high as wide, so that an image that is turned before its rows are known is another one."""
     content = rows(RISING * (257 if bits == 16 else 1), f"<u{bits // 8}")[:bits]
     (tmp_path / "a.tif").write_bytes(tiff(content, BLACK, bits, t274=[orientation], t257=[2], t278=[2]))
-    width, height = image_kind(tmp_path / "a.tif").size
-    assert (width, height) == ((4, 2) if orientation == 3 else (2, 4))
-    pixels = read_pixels(tmp_path / "a.tif", height, width, 1, None if bits == 8 else "full")
+    assert image_kind(tmp_path / "a.tif").size == (4, 2)
+    sides = (2, 4) if orientation == 3 else (4, 2)
+    pixels = read_pixels(tmp_path / "a.tif", *sides, 1, None if bits == 8 else "full")
     assert pixels[0, 0, :2].tolist() == wanted
 
 
@@ -351,20 +351,20 @@ def test_the_largest_level_of_a_pyramid_that_is_not_too_large(tmp_path, monkeypa
     assert np.array_equal(stored_values(file), NOISE[::2, ::2].reshape(-1, 3))
 
 
-@pytest.mark.parametrize("alpha", [False, True])
+@pytest.mark.parametrize(("channels", "alpha"), [(3, False), (3, True), (1, True)])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_all_bits_of_a_png_with_deep_colours(tmp_path, alpha, orientation):
-    values = np.random.default_rng(0).integers(0, 65536, (8, 8, 3 + alpha), dtype=np.uint16)
+def test_all_bits_of_a_png_with_deep_colours_or_alpha(tmp_path, channels, alpha, orientation):
+    values = np.random.default_rng(0).integers(0, 65536, (8, 8, channels + alpha), dtype=np.uint16)
     content = imagecodecs.png_encode(values)
     exif = exif_of(orientation).removeprefix(b"Exif\0\0")
     chunk = b"eXIf" + exif
     content = content[:33] + struct.pack(">I", len(exif)) + chunk + struct.pack(">I", zlib.crc32(chunk)) + content[33:]
     (tmp_path / "a.png").write_bytes(content)
-    turned = np.rot90(values[:, :, :3], {1: 0, 3: 2, 6: -1, 8: 1}[orientation])
+    turned = np.rot90(values[:, :, :channels], {1: 0, 3: 2, 6: -1, 8: 1}[orientation])
     kind = image_kind(tmp_path / "a.png")
-    assert (kind.deep, kind.channels, kind.alpha) == (True, 3, alpha)
-    assert np.array_equal(stored_values(tmp_path / "a.png"), turned.reshape(-1, 3))
-    pixels = read_pixels(tmp_path / "a.png", 8, 8, 3, (1000.0, 1255.0)).transpose(1, 2, 0)
+    assert (kind.deep, kind.channels, kind.alpha) == (True, channels, alpha)
+    assert np.array_equal(stored_values(tmp_path / "a.png"), turned.reshape(-1, channels))
+    pixels = read_pixels(tmp_path / "a.png", 8, 8, channels, (1000.0, 1255.0)).transpose(1, 2, 0)
     assert np.array_equal(pixels, np.clip(turned.astype(int) - 1000, 0, 255))
 
 

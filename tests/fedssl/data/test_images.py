@@ -62,6 +62,11 @@ def test_train_and_test_folders_are_the_splits(tmp_path, caplog):
     assert "2 files are left out of" in caplog.text
     assert "val/4.tif, val/x/y/5.webp; images end with jpg" in caplog.text
     assert "each must be in train/ or test/" in caplog.text
+    (table := tmp_path / "t.csv").write_text("file,label\ntrain/1.png,a\ntrain/deep/2.png,a\ntest/3.png,b\nval/4.tif,a")
+    says = r"val/4\.tif cannot be read as an image \(only train/ and test/ are read\)"
+    refused(says, options_of(tmp_path, labels=table))
+    assert "each must be in train/ or test/ and on a line of the table" in caplog.text
+    refused("train/ lacks: b; give train/ images of them", options_of(tmp_path, labels=table, broken="skip"))
 
 
 def test_labels_from_folders_hold_out_a_stratified_test_set(tmp_path):
@@ -238,7 +243,7 @@ def test_a_column_is_a_partition(tmp_path):
         deal(load(tmp_path / "images"), by_site, 0)
 
 
-def test_several_folders_are_one_set_and_each_can_be_a_client(tmp_path):
+def test_several_folders_are_one_set_and_each_can_be_a_client(tmp_path, monkeypatch):
     for folder, count in (("north", 2), ("south/ward", 3), ("west", 4)):
         for number in range(count):
             write_image(tmp_path / folder / "ab"[number % 2] / f"{number}.png", 40 * count + number)
@@ -249,7 +254,8 @@ def test_several_folders_are_one_set_and_each_can_be_a_client(tmp_path):
     assert [{reds(data)[row] // 40 for row in rows.tolist()} for rows in deal(data, by_folder, 0)] == [{2}, {3}, {4}]
     found = summarise({"name": "images", "path": str(tmp_path / "north"), "more_paths": list(map(str, more))})
     assert found.images == 9
-    labelled = load(tmp_path / "north", more_paths=[tmp_path / "west"], labels="folders")
+    monkeypatch.chdir(tmp_path)
+    labelled = load(Path("north"), more_paths=[tmp_path / "west"], labels="folders")
     assert labelled.class_names == ("a", "b")
     assert labelled.columns["folder"].count(str(tmp_path / "west")) == len(labelled.train_labels) - 2
     write_image(tmp_path / "split/train/0.png", 1)
@@ -340,7 +346,10 @@ def test_files_and_table_that_do_not_agree(tmp_path, caplog):
         ("file,label,label\na.png,1,1\n", r"several columns named label"),
         ("file,label\na.png,1\n./a.png,2\n", r"1 files on more than one line: a\.png"),
         ('file,label\n"a.png,1\n', r"cannot be read as a table"),
-        ("file,label\n", r"holds no image that can be used"),
+        ("file,label\n", r"table\.csv has no lines below its header; add one for each image"),
+        (f"file,label\na.png,1\n{'x' * 300},1\n", r"x cannot be read as an image \(there is no such file\)"),
+        (f"file,label\na.png,1\nb\\{'x' * 300},1\n", r"x cannot be read as an image \(there is no such file\)"),
+        ("file,label\na.png,1\n/\0/b.png,1\n", r"b\.png cannot be read as an image \(there is no such file\)"),
         (b"\xff\xfe\x00", r"cannot be read as a table"),
         (None, r"there is no table .*table\.csv; set data\.labels"),
     ],

@@ -112,6 +112,7 @@ def test_a_cache_that_is_not_whole_is_not_read(folder):
     wanted = load_dataset(options, 0).train_images[:]
     (pixels,), (description,) = (list(decoded(folder).glob(f"*.{suffix}")) for suffix in ("images", "json"))
     whole = pixels.read_bytes()
+    description.with_name(f"{description.name}.partial").touch()  # another process writes it
     for damage in (
         lambda: pixels.write_bytes(pixels.read_bytes()[:-1]),
         lambda: description.write_text("{"),
@@ -122,7 +123,7 @@ def test_a_cache_that_is_not_whole_is_not_read(folder):
         damage()
         assert load_dataset(options, 0).train_images[:].equal(wanted)
         assert pixels.read_bytes() == whole
-    assert len(list(pixels.parent.iterdir())) == 2
+    assert len(list(pixels.parent.iterdir())) == 3
 
 
 def test_a_run_survives_the_end_of_its_cache(folder, tmp_path):
@@ -171,6 +172,9 @@ def test_grey_arrays_that_become_three_equal_channels_are_told(tmp_path, caplog)
     assert images.shape[1] == 3
     says = "1 of 1 images are grey and become three equal channels, as data.channels or the training images say"
     assert f"{says}: {tmp_path}/a.npy" in caplog.text
+    with open(tmp_path / "a.npy", "wb") as file:
+        np.savez(file, x=random_pixels(8, 8))
+    refused(r"a\.npy .*\(no array of numbers that numpy\.save", options_of(tmp_path, None, labels=None))
 
 
 def test_images_that_are_there_twice_are_told(folder, caplog):

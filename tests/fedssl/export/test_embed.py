@@ -113,14 +113,16 @@ def test_an_output_that_cannot_be_written_is_refused_before_an_image_is_read(exp
         embed_images(exported[0], tmp_path / "images", tmp_path / "a.parquet")
 
 
-def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, embedded, tmp_path):
+def test_colour_and_other_sizes_are_brought_to_the_encoders_form(exported, embedded, tmp_path, recwarn):
     _, run, federation = exported
     grey = federation.dataset.test_images[:1]
     large = grey[0, 0].repeat_interleave(4, dim=0).repeat_interleave(4, dim=1).numpy()
     save_array(tmp_path / "images" / "tall.png", np.asarray(Image.fromarray(large).resize((32, 64))))
     save_array(tmp_path / "images" / "colour.png", np.stack([large] * 3, axis=2))
+    Image.fromarray(large).convert("P").save(tmp_path / "images" / "palette.png", transparency=bytes(256))
     features, files, _ = embedded(tmp_path / "images")
-    assert files == ["colour.png", "tall.png"]
+    assert files == ["colour.png", "palette.png", "tall.png"]
+    assert not [one for one in recwarn if "Transparency" in str(one.message)]
     assert torch.cosine_similarity(features[:1], features_of_run(run, federation, grey)) > 0.9
 
 

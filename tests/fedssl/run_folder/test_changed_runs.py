@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedssl.data.digests import DATA_DIGESTS
+from fedssl.data.digests import DATA_DIGESTS, differences
 from fedssl.engines import in_process
 from fedssl.engines.in_process import resume
 from fedssl.errors import UserError
@@ -299,6 +299,8 @@ def test_public_and_downstream_data_count_too(tiny, tmp_path):
         now = build_federation(tiny(**changes)).data_digests()
         assert {part for part in now if now[part] != before[part]} == differ
         np.savez(tmp_path / f"{name}.npz", **arrays)
+    gone = ("the set of public images", 30), ("the test set", 10), ("the validation set", 8)
+    assert differences(before, {}) == {name: f"{name} now has 0 images (had {count})" for name, count in gone}
 
 
 def test_digests_of_images_in_a_file_are_those_in_memory(run):
