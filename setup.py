@@ -125,6 +125,8 @@ class BuildNative(build_ext):
         except Exception as error:  # a missing compiler, header or library: each has its own exception
             if strict and isinstance(error, StepError):
                 raise SystemExit(f"FEDKERNELS_WERROR=1, but {error}") from error
+            if os.environ.get("FEDKERNELS_CUDA") == "1":
+                raise SystemExit(f"FEDKERNELS_CUDA=1, but {error}") from error
             module.parent.mkdir(parents=True, exist_ok=True)
             module.unlink(missing_ok=True)  # of an earlier state of csrc/
             note.write_text(f"{type(error).__name__}: {error}\n", encoding="utf-8")

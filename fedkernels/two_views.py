@@ -58,7 +58,7 @@ def two_views(
             f"memory_format must be torch.contiguous_format or torch.channels_last, got {checks.short(memory_format)}"
         )
     operator = native.operator("two_views", images, samples)
-    too_large = images.is_cuda and max(images.shape[2:]) > _LARGEST_SIDE_ON_CUDA
+    too_large = images.is_cuda and (max(images.shape[2:]) > _LARGEST_SIDE_ON_CUDA or images.shape[1:].numel() >= 2**31)
     if operator is None or too_large:
         height, width = images.shape[2:]
         drawn = _reference.view_parameters(samples, key, height, width, options)

@@ -163,9 +163,9 @@ def _solve(cost: Tensor, a: Tensor, b: Tensor, *options: Any) -> tuple[Tensor, .
 
 
 def _operator(cost: Tensor, a: Tensor, b: Tensor, method: str) -> Any:
-    """The compiled operator, or the reference. The CUDA kernels have no interior point."""
+    """The compiled operator, or the reference. The CUDA kernels have no interior point, and count in 32 bits."""
     reference = torch.ops.fedkernels.unbalanced_ot_reference
-    if method == "interior_point" and cost.is_cuda:
+    if cost.is_cuda and (method == "interior_point" or max(cost.shape[-2:]) > 2**24):
         return reference
     return native.operator("unbalanced_ot", cost, a, b) or reference
 

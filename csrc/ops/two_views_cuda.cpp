@@ -13,6 +13,8 @@ static Views two_views_cuda(Tensor images, Tensor samples, int64_t seed, int64_t
   const ViewShape& shape = arguments.shape;
   STD_TORCH_CHECK(shape.height <= cuda::VIEW_LARGEST_SIDE && shape.width <= cuda::VIEW_LARGEST_SIDE,
                   "images must have sides of at most 1024");
+  STD_TORCH_CHECK(shape.channels * shape.height * shape.width < int64_t{1} << 31,  // the kernels' offsets have 32 bits
+                  "an image must have fewer than 2^31 values");
   const OnDevice device(images);
   const ScalarType dtype = bfloat16 ? ScalarType::BFloat16 : ScalarType::Float;
   const std::vector<int64_t> memory_shape = arguments.memory(channels_last);

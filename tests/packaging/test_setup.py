@@ -233,8 +233,10 @@ def test_a_kernel_that_nvcc_refuses_leaves_cuda_out_of_a_build_that_does_not_ask
     assert f"compiled without CUDA: {failed}: csrc/cuda/one.cu(1): error: pretended" in built.printed
     assert f"CUDA kernels for none ({failed}" in built.printed
     assert not [text for text in OF_CUDA if text in module(built)]
-    built.build(fails=True, BROKEN_SOURCE="csrc/cuda/one.cu", FEDKERNELS_CUDA="1")
-    assert f"FEDKERNELS_CUDA=1, but {failed}: " in built.printed
+    for source, compiler in (("cuda/one.cu", "nvcc"), ("ops/one.cpp", "cxx")):
+        built.touch(f"csrc/{source}")
+        built.build(fails=True, BROKEN_SOURCE=f"csrc/{source}", FEDKERNELS_CUDA="1")
+        assert f"FEDKERNELS_CUDA=1, but {compiler} failed on csrc/{source}: " in built.printed
 
 
 @pytest.mark.parametrize("source", ["ops/one.cpp", "cuda/one.cu"])
