@@ -11,6 +11,7 @@ from rich.text import Text
 from typer import Option
 
 from ..errors import UserError
+from ..untrusted import expand_home
 from .console import Overrides, RecipeName, Trust, console, print_next, print_text, trusted
 
 
@@ -91,8 +92,9 @@ def _print_shipped(kind: Literal["recipe", "table"]) -> None:
 
     papers: dict[str, list[tuple[str, str]]] = {}
     for name in shipped_names(kind):
-        paper, summary = summary_of(read_values(name, kind)["description"])
-        papers.setdefault(paper, []).append((name, summary))
+        # the first sentence of a shipped description is `Paper (Authors Year): summary.`
+        paper, _, rest = " ".join(read_values(name, kind)["description"].split()).partition(": ")
+        papers.setdefault(paper, []).append((name, rest.partition(". ")[0].rstrip(".")))
     width = max(len(name) for names in papers.values() for name, _ in names)
     for position, paper in enumerate(sorted(papers, key=str.casefold)):
         if position:
@@ -100,12 +102,6 @@ def _print_shipped(kind: Literal["recipe", "table"]) -> None:
         console.print(Text(paper, style="bold"))
         for name, summary in papers[paper]:
             print_text(f"  {name:<{width}}  {summary}")
-
-
-def summary_of(description: str) -> tuple[str, str]:
-    """Return paper and summary from the first sentence of a shipped description, `Paper (Authors Year): summary.`"""
-    paper, _, rest = " ".join(description.split()).partition(": ")
-    return paper, rest.partition(". ")[0].rstrip(".")
 
 
 def partition(
@@ -125,9 +121,10 @@ def partition(
         from ..run_folder.storage import make_folder, write_atomically
 
         kind = figure_kind(chart)
-        folder = loaded.data.path
-        if loaded.data.name in ("images", "folder") and folder and chart.resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"--chart: {chart} would be one of the images in {folder}; name a file elsewhere")
+        folders = [loaded.data.path, *loaded.data.more_paths] if loaded.data.name in ("images", "folder") else []
+        for folder in filter(None, folders):
+            if chart.resolve().is_relative_to(expand_home(folder).resolve()):
+                raise UserError(f"--chart: {chart} would be one of the images in {folder}; name a file elsewhere")
     dataset = load_dataset(loaded.data, loaded.seed)
     rows = deal(dataset, loaded.partition, loaded.seed)
     counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shlex
 import time
 import webbrowser
@@ -71,6 +72,7 @@ def run(
     began = time.perf_counter()
     from ..engines import engine_of
     from ..engines.observers import Observers, load_observer
+    from ..engines.pace import recipe_within
     from ..engines.progress import ProgressBars
     from ..evaluation.verdict import verdict
     from ..recipe.reading import load_recipe, load_stored_recipe
@@ -99,6 +101,8 @@ def run(
         path = output or default_folder(loaded.name, loaded.seed)
         if (preset := loaded.preset) != "none":
             print_text(f"Preset {preset} fills in what the recipe leaves open; `fedssl show` tells what and why.")
+    if encoder is not None and path.resolve().is_relative_to(encoder.resolve()):
+        raise UserError(f"--encoder {quoted(encoder)} is the run's folder or one above it: name a folder elsewhere")
     if encoder is not None and loaded.local_update.personal and loaded.partition.clients > 1:
         raise UserError(
             "--encoder needs a global model or a single client, but each client of this recipe keeps its own model: "
@@ -108,7 +112,12 @@ def run(
         if any(override.startswith("rounds=") for override in overrides or ()):
             raise UserError("--minutes chooses the number of rounds: leave out --minutes or rounds=N")
         refuse_existing(path, overwrite)
-        loaded = _within(loaded, minutes, began)
+        if loaded.engine != "in-process":
+            raise UserError(f"--minutes is for engine in-process, got engine {loaded.engine}: give rounds=N")
+        loaded = recipe_within(loaded, minutes, began)
+        rounds = f"{loaded.rounds} round{'s' * (loaded.rounds > 1)}"
+        print_text(f"{minutes:g} minutes hold {rounds} on this machine, by steps that were timed.")
+    replaced = path.stat().st_ino if overwrite and path.exists() else None  # the new run has a folder of its own
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
@@ -117,7 +126,7 @@ def run(
                 before = {"before": _tell_duration} if minutes is None and loaded.engine == "in-process" else {}
                 directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite, **before)
     except KeyboardInterrupt:
-        if (path / "recipe.yaml").is_file():
+        if (path / "recipe.yaml").is_file() and path.stat().st_ino != replaced:
             print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {quoted(path)}")
         else:
             print_text("\nStopped before the run began; nothing was written.")
@@ -144,18 +153,6 @@ def _tell_duration(federation: Federation) -> None:
             print_text(told)
 
 
-def _within(recipe: Recipe, minutes: float, began: float) -> Recipe:
-    """Return the recipe with as many rounds as fit, and print them."""
-    from ..engines.pace import recipe_within
-
-    if recipe.engine != "in-process":
-        raise UserError(f"--minutes is for engine in-process, got engine {recipe.engine}: give rounds=N")
-    timed = recipe_within(recipe, minutes, began)
-    rounds = f"{timed.rounds} round{'s' * (timed.rounds > 1)}"
-    print_text(f"{minutes:g} minutes hold {rounds} on this machine, by steps that were timed.")
-    return timed
-
-
 def pretrain(
     words: Annotated[
         list[str],
@@ -176,9 +173,9 @@ def pretrain(
     first, *more = [word for word in words if word not in settings] or [""]
     if not first:
         raise UserError("name a folder of images, such as: fedssl pretrain my_images --encoder encoder")
-    data = [f"data.name={'npz' if first.endswith('.npz') else 'images'}", f"data.path={first}"]
+    data = [f"data.name={'npz' if first.endswith(('.npz', '.npy')) else 'images'}", f"data.path={first}"]
     if more:
-        data.append(f"data.more_paths={json.dumps(more)}")
+        data.append(f"data.more_paths={json.dumps(more, ensure_ascii=False)}")
     options = {"--encoder": encoder, "--minutes": minutes, "--output": output}
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     try:
@@ -388,13 +385,13 @@ def _print_next_of_run(path: Path) -> None:
     from ..run_folder.record import read_run
 
     with suppress(OSError, ValueError):  # none was exported, or it has gone
-        encoder = Path(read_regular_file(path / EXPORTED, MOST_BYTES).decode())
+        encoder = Path(os.fsdecode(read_regular_file(path / EXPORTED, MOST_BYTES)))
         if is_encoder_folder(encoder):
             print_next("embed", encoder, _images_of(path), "--output", "features.npz")
             return
     recorded = read_run(path)
     if not recorded.finished:
-        print_next("run", "--resume", path)
+        print_next("run", "--resume", path, *["evaluation.patience=null"] * recorded.out_of_patience)
         return
     shared = any(who == "global" and is_measure(metric) for _, who, metric in recorded.values)
     print_next("export", path, "encoder", *([] if shared else ["--client", "0"]))
@@ -427,7 +424,7 @@ def export(
         f"    print(load_encoder()(normalize(torch.zeros(1, {shape}, dtype=torch.uint8))).shape)"
     )
     with suppress(UserError):  # of somebody else's run
-        write_atomically(run / EXPORTED, str(path.absolute()).encode())
+        write_atomically(run / EXPORTED, os.fsencode(path.absolute()))
     print_next("embed", output, _images_of(run), "--output", "features.npz")
 
 

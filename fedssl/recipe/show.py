@@ -86,7 +86,7 @@ def _settings(
             nested += [(part, given[key][i], complete[key][i], f"{path}.{i}") for i, part in enumerate(value)]
             continue
         origin: Origin = "default" if key not in complete else "recipe"
-        if any(one.startswith(f"{path}.") or (key in given and _overrides(one, path)) for one in overridden):
+        if any(one.startswith(f"{path}.") or (key in given and f"{path}.".startswith(f"{one}.")) for one in overridden):
             origin = "override"
         elif key in complete and (key not in given or given[key] != complete[key]):
             origin = "preset"
@@ -99,11 +99,6 @@ def _settings(
         yield Setting(section, key, options.model_dump(mode="json", include={key})[key], origin, description, allowed)
     for mapping in nested:
         yield from _settings(*mapping, overridden)
-
-
-def _overrides(override: str, path: str) -> bool:
-    """Return whether an override of one dotted key sets another, which it holds or which is the list that holds it."""
-    return override == path or path.startswith(f"{override}.") or override.startswith(f"{path}.")
 
 
 def part_summary(part: type[Options]) -> str:

@@ -11,7 +11,6 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import UserError
@@ -51,18 +50,10 @@ MOST_NAMED_CLASSES = 20
 _SMALLEST_SHARE = 1e-12  # of the variance; float32 cannot resolve less
 
 
-@dataclass(frozen=True)
-class Style:
-    """A method's colour and line style in every chart of a page."""
-
-    colour: str
-    line: str
-
-
-def method_styles(labels: Sequence[str]) -> dict[str, Style]:
-    """Return a different style for each label, by their order."""
-    styles = cycle(Style(colour, line) for line in _LINE_STYLES for colour in _PALETTE)
-    return dict(zip(labels, styles, strict=False))
+def method_styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return a different colour and line style for each label, by their order, for every chart of a page."""
+    styles = matplotlib.cycler(linestyle=_LINE_STYLES) * matplotlib.cycler(color=_PALETTE)
+    return dict(zip(labels, styles(), strict=False))
 
 
 def class_colours(classes: int) -> NDArray[np.float64]:
@@ -123,11 +114,6 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def draw_line(axes: Axes, x: ArrayLike, y: ArrayLike, label: str, style: Style, **look: Any) -> None:
-    """Draw a method's line, labelled for the legend."""
-    axes.plot(x, y, color=style.colour, ls=style.line, lw=1.9, label=plot_text(label), **look)
-
-
 def name_lines(figure: Figure, axes: Axes, methods: int) -> None:
     """Add a legend of the lines, unless the page has only one method."""
     handles, labels = axes.get_legend_handles_labels()
@@ -150,7 +136,7 @@ def class_legend(figure: Figure, class_names: Sequence[str]) -> None:
 def draw_curves(
     metric: str,
     groups: Mapping[str, Sequence[Mapping[int, float]]],
-    styles: Mapping[str, Style],
+    styles: Mapping[str, dict[str, Any]],
     spent: tuple[str, Mapping[str, Mapping[int, float]]] | None = None,
 ) -> Figure:
     """Draw a metric by round: a line for each method's mean over its runs, and a band from lowest to highest.
@@ -167,9 +153,10 @@ def draw_curves(
         values = np.array([[run[number] for number in rounds] for run in runs])
         values[~(np.abs(values) < LARGEST_FIGURE)] = np.nan  # a gap in the line
         x = [spent[1][label][number] for number in rounds] if spent else rounds
-        draw_line(axes, x, values.mean(0), label, styles[label], marker="o" if len(rounds) <= 25 else None, ms=3.5)
+        look = styles[label] | {"label": plot_text(label), "marker": "o" if len(rounds) <= 25 else None}
+        axes.plot(x, values.mean(0), lw=1.9, ms=3.5, **look)
         if len(runs) > 1:
-            axes.fill_between(x, values.min(0), values.max(0), color=styles[label].colour, alpha=0.15, lw=0)
+            axes.fill_between(x, values.min(0), values.max(0), color=styles[label]["color"], alpha=0.15, lw=0)
     tidy(axes)
     axes.set_xlabel(spent[0] if spent else "round", fontsize=11)
     axes.set_ylabel(plot_text(metric_title(metric)), fontsize=11)
@@ -195,7 +182,7 @@ def draw_spectra(spectra: Mapping[str, Sequence[Sequence[float]]], axes_shown: i
         variances = [np.square(np.divide(values, max(*values, np.finfo(float).tiny))) for values in models]
         shares = [each[:fewest] / max(each.sum(), 1.0) for each in variances]
         mean = np.mean([np.log(np.maximum(share, _SMALLEST_SHARE)) for share in shares], axis=0)
-        draw_line(axes, np.arange(1, fewest + 1), mean, label, styles[label])
+        axes.plot(np.arange(1, fewest + 1), mean, lw=1.9, label=plot_text(label), **styles[label])
     tidy(axes)
     axes.set_xlabel("principal axis", fontsize=11)
     axes.set_ylabel("log of its share of the variance", fontsize=11)

@@ -178,23 +178,22 @@ def _run_table(methods: Methods) -> PageTable:
 def _trained_images(run: Run) -> str:
     """Return on how many images a run trains, as far as its clients state them."""
     images, clients = sum(map(sum, run.class_counts)), len(run.class_counts)
-    return f"{images:,} images of {clients} clients" if clients > 1 else f"{images:,} images" if images else "-"
+    return "-" if not images else f"{images:,} images of {clients} clients" if clients > 1 else f"{images:,} images"
 
 
 def _unlike_measures(methods: Methods) -> list[str]:
-    """Return a warning where models were not all measured on the same number of images, which changes accuracies."""
+    """Return a warning where models may not all be measured on the same number of images, which changes accuracies."""
     if len({_measured_images(run) for runs in methods.values() for run in runs}) <= 1:
         return []
     return [
-        "the models were measured on different numbers of images (see the table of runs), so their accuracies cannot "
-        "be compared: fedssl evaluate RUN measures each on all, and evaluation.images=null does so in a run"
+        "the models may have been measured on different numbers of images (see the table of runs), and then their "
+        "accuracies do not compare: fedssl evaluate RUN measures each on all, as evaluation.images=null does in a run"
     ]
 
 
 def _measured_images(run: Run) -> str:
     """Return on how many images a run's models are measured, by its recipe."""
-    evaluation = run.recipe.get("evaluation")
-    images = evaluation.get("images") if isinstance(evaluation, dict) else None
+    images = flatten_keys(dict(run.recipe)).get("evaluation.images")
     return f"at most {images:,} images" if isinstance(images, int) else "all images"
 
 
@@ -204,7 +203,8 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if not run.finished:
             done = f"{run.last_round} of {run.rounds} rounds" if run.last_round >= 0 else "no round"
-            warnings.append(f"seed {run.seed} is unfinished, {done} done: fedssl run --resume {quoted(run.path)}")
+            more = " evaluation.patience=null" * run.out_of_patience
+            warnings.append(f"seed {run.seed} is unfinished, {done} done: fedssl run --resume {quoted(run.path)}{more}")
     first, *others = (flatten_keys({k: v for k, v in run.recipe.items() if k != "seed"}) for run in runs)
     differing = {key for other in others for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
     if differing:
@@ -258,7 +258,7 @@ def _results_chart(methods: Methods, metrics: Sequence[str]) -> PageFigure | Non
     for metric in (metric for metric in metrics if metric not in METRICS or METRICS[metric].in_bars):
         for name, runs in methods.items():
             before, after = _values(runs, metric, "before"), _values(runs, metric, "after")
-            panels.setdefault(metric, []).append(Bar(name, before, after, styles[name].colour))
+            panels.setdefault(metric, []).append(Bar(name, before, after, styles[name]["color"]))
     return page_figure(draw_bars(panels), "Accuracy and effective rank per method, before and after training")
 
 
@@ -342,18 +342,13 @@ def _partition_charts(methods: Methods) -> list[PageFigure]:
     charts = []
     for counts, (run, names) in partitions.items():
         caption = ", ".join(names)
-        if _of_sites(run):
+        if flatten_keys(dict(run.recipe)).get("partition.name") == "sites":
             if not any(map(sum, counts)):
                 continue  # private sites do not say how many images they have
             caption += ": as the sites stated it when the run began; 0 where a site was not there, or has joined later."
         figure = draw_partition(torch.tensor(counts), run.class_names)
         charts.append(page_figure(figure, "Training images per client and class", caption))
     return charts
-
-
-def _of_sites(run: Run) -> bool:
-    partition = run.recipe.get("partition")
-    return isinstance(partition, dict) and partition.get("name") == "sites"
 
 
 def _left_out_table(methods: Methods) -> PageTable | None:

@@ -9,6 +9,7 @@ run.overall("loss")                  # {1: 3.1, 2: 2.7, ...}
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import explained
+from ..recipe.overrides import flatten_keys
 from ..untrusted import MOST_BYTES, NAME_PATTERN, parse_yaml, read_regular_file
 from .directory import HISTORY, RunDirectory
 from .storage import read_csv
@@ -36,6 +38,7 @@ class Run:
             `round` that was the last one then, `when`, and the `version` of fedssl; see `fedssl.resume`.
         refused: round, client and reason of each answer that was left out, is missing, or did not count in full.
         seconds: what all rounds have taken, evaluations included.
+        out_of_patience: whether evaluation.patience has ended the run before its last round.
     """
 
     path: Path
@@ -46,6 +49,7 @@ class Run:
     history: Sequence[Mapping[str, str]] = ()
     refused: Sequence[tuple[int, int, str]] = ()
     seconds: float = 0.0
+    out_of_patience: bool = False
 
     @property
     def name(self) -> str:
@@ -122,12 +126,18 @@ def read_run(path: str | Path) -> Run:
         _check_recipe(recipe)
         values = {(number, who, metric): value for number, who, metric, value in directory.read_metrics()}
         partition = read_csv(path / "partition.csv")
-        class_names = [name for name in partition[0] if name != "client"] if partition else []
+        class_names = list(partition[0])[1:] if partition else []
+        columns = next(csv.reader(read_regular_file(path / "partition.csv").decode().splitlines())) if partition else []
+        if "client" in columns[1:]:  # a class of this name, whose counts a row has in place of the first column
+            class_names.insert(columns.index("client", 1) - 1, "client")
         class_counts = [[int(_from_zero(row[name], "partition.csv")) for name in class_names] for row in partition]
         seconds = sum(_from_zero(row["seconds"], "timings.csv") for row in read_csv(path / "timings.csv"))
         history = read_csv(path / HISTORY)
         refused = directory.read_refused()
-    return Run(path, recipe, values, class_names, class_counts, history, refused, seconds)
+        best, patience = directory.checkpoint.best, flatten_keys(recipe).get("evaluation.patience")
+        later = {number for number, _, metric in values if best and number > best.round and metric == "view_retrieval"}
+        ended = isinstance(patience, int) and len(later) >= patience
+    return Run(path, recipe, values, class_names, class_counts, history, refused, seconds, ended)
 
 
 def read_spectra(path: Path) -> list[list[float]]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from ..evaluation.metrics import OF_ARCHITECTURE, WORST_CLIENT, format_values, mean_and_spread
+from ..evaluation.metrics import OF_ARCHITECTURE, WORST_CLIENT, format_values, mean_and_spread, split_metric
 from ..run_folder.record import Run, read_run
 from .table import Table, TableScenario, cell_path, slug
+
+_LOWER_IS_BETTER = ("loss", "alignment", "uniformity")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def read_results(table: Table, output: Path, scenario: TableScenario | None = No
                         values.setdefault((row.label, metric), {})[seed] = reached[number]
     for seed in table.seeds:
         method, rows = runs.get((table.method or "", seed)), {label: runs.get((label, seed)) for label in table.ceiling}
-        of_clients = _ceiling(method, {label: run for label, run in rows.items() if run}) if method else []
+        of_clients = _ceiling(method, rows) if method else []
         for metric in table.metrics:
             of_rows = [results.after.get((label, metric), {}).get(seed) for label in of_clients]
             if of_rows and None not in of_rows:
@@ -76,14 +78,14 @@ def read_results(table: Table, output: Path, scenario: TableScenario | None = No
     return results
 
 
-def _ceiling(method: Run, rows: Mapping[str, Run]) -> list[str]:
+def _ceiling(method: Run, rows: Mapping[str, Run | None]) -> list[str]:
     """Return, for each client of the method, the label of the row that trained the client's architecture.
 
-    A single row counts for every client. Empty if a client has none.
+    A table's single row counts for every client. Empty if a client has none.
     """
     if len(rows) == 1:
         return list(rows)
-    labels = {run.architecture_of(0): label for label, run in rows.items()}
+    labels = {run.architecture_of(0): label for label, run in rows.items() if run}
     clients = {int(who) for _, who, _ in method.values if who.isdigit()}
     architectures = [method.architecture_of(k) for k in sorted(clients)]
     return [labels[name] for name in architectures] if set(architectures) <= set(labels) else []
@@ -93,7 +95,7 @@ def _values_by_round(run: Run, metric: str) -> dict[int, float]:
     """Return a metric's value by round.
 
     `METRIC@ARCHITECTURE` is the mean over the clients with this architecture. `METRIC@worst` is the lowest value of any
-    client, and the global model's where there is one, as every client then has that.
+    client, or the highest where lower is better, and the global model's where there is one, as every client has that.
     """
     measure, _, architecture = metric.partition(OF_ARCHITECTURE)
     if not architecture:
@@ -104,7 +106,8 @@ def _values_by_round(run: Run, metric: str) -> dict[int, float]:
         of_client = who.isdigit() and run.architecture_of(int(who)) == architecture
         if name == measure and (of_client or (worst and who != "mean")):
             values.setdefault(number, []).append(value)
-    return {number: min(of_clients) if worst else fmean(of_clients) for number, of_clients in values.items()}
+    worst_of = max if split_metric(measure)[1] in _LOWER_IS_BETTER else min
+    return {number: worst_of(of_clients) if worst else fmean(of_clients) for number, of_clients in values.items()}
 
 
 def reference_row(table: Table) -> str:
@@ -177,7 +180,9 @@ def _room(table: Table, method: str, results: Results, metric: str) -> str:
     """Return a sentence on the share of the room between the best control and the ceiling that the method closes."""
     ceiling, name = results.ceiling.get(metric, {}), listed(table.ceiling)
     if len(ceiling) < len(table.seeds):
-        return f"Runs of {name} are missing, or train another architecture, so the room above the controls is unknown."
+        absent = [label for label in table.ceiling if len(results.values(label, metric)) < len(table.seeds)]
+        problem = f"Runs of {listed(absent)} are missing" if absent else f"{name} trained other architectures"
+        return f"{problem}, so the room above the controls is unknown."
     best = max(table.controls, key=lambda label: fmean(results.values(label, metric)))
     room, _, limit = _lead(ceiling, results.after[best, metric])
     if room <= limit:

@@ -34,7 +34,7 @@ from ..recipe.reading import load_stored_recipe, parse_recipe
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import MetricRow, RunDirectory
 from ..run_folder.record import read_run
-from ..untrusted import own_parts
+from ..untrusted import own_parts, quoted
 from .files import Note, format_table, write_description, write_results
 from .results import JUDGED, Results, read_results, verdict
 from .table import Table, cell_path, cell_recipe, encoder_path
@@ -83,12 +83,15 @@ def table_cells(table: Table, output: Path, overrides: Sequence[str] = ()) -> li
     ]
 
 
-def check_output(output: Path, cells: Sequence[Cell]) -> None:
+def check_output(name: str, output: Path, cells: Sequence[Cell]) -> None:
     """Raise UserError unless an output folder is new, empty, or the same table's, and its cells have these recipes."""
+    stored = output / "table.yaml"
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; name a folder as the table's output")
-    if output.is_dir() and any(output.iterdir()) and not (output / "table.yaml").is_file():
+    if output.is_dir() and any(output.iterdir()) and not stored.is_file():
         raise UserError(f"{output} is not empty and holds no table.yaml: name a new folder as the table's output")
+    if stored.is_file() and (other := read_values(stored, "table").get("name")) != name:
+        raise UserError(f"{output} holds the table {other}, and not {name}: name another output")
     for cell in cells:
         if cell.begun:
             _check_recipe(cell)
@@ -105,9 +108,10 @@ def _check_recipe(cell: Cell) -> None:
     stored = flatten_keys(yaml.safe_load(load_stored_recipe(directory, trust=known, resuming=True).to_yaml()))
     wanted = flatten_keys(wanted)
     for key in dict.fromkeys([*wanted, *stored]):
-        affects_results = key not in ("description", "clients_parallel") and not key.startswith("model.digests")
-        # the table's folder decides an oracle, and a run records a teacher's digest and width
+        affects_results = not key.startswith(("description", "clients_parallel", "evaluation.patience", "model.digests"))
+        # the table's folder decides an oracle, and a run records a teacher's digest and width, and percentiles
         is_found = key.endswith((".oracle", ".teacher_digest", ".teacher_features"))
+        is_found |= key.startswith("data.window") and wanted.get("data.window") == "percentiles"
         if affects_results and not is_found and wanted.get(key) != stored.get(key):
             raise UserError(
                 f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
@@ -175,10 +179,13 @@ class _Rounds(Observer):
 
 def _run(recipe: Recipe, path: Path, round_committed: Callable[[int], None]) -> None:
     """Run a cell, or continue it where it was stopped."""
-    if (path / "recipe.yaml").is_file():
-        engine_of(recipe).resume(path, _Rounds(round_committed))
-    else:
-        engine_of(recipe).run(recipe, path, _Rounds(round_committed))
+    engine, rounds, begun = engine_of(recipe), _Rounds(round_committed), (path / "recipe.yaml").is_file()
+    checkpoint = (engine.resume(path, rounds) if begun else engine.run(recipe, path, rounds)).checkpoint
+    if not checkpoint.finished:
+        raise UserError(
+            f"evaluation.patience ended it after round {checkpoint.round} of {recipe.rounds}, so it has no result: "
+            f"fedssl run --resume {quoted(path)} evaluation.patience=null goes on"
+        )
 
 
 def run_here(cells: Sequence[Cell], progress: Progress) -> None:
@@ -206,11 +213,12 @@ def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> No
     context = multiprocessing.get_context("spawn")  # a forked child may hang in torch's thread pool
     while left:
         with worker_pool(jobs, context, _begin, threads) as pool:
-            left = _run_in(pool, left, left[:jobs], progress)
+            left = _run_in(pool, left, jobs, progress)
 
 
-def _run_in(pool: ProcessPoolExecutor, cells: list[Cell], at_work: list[Cell], progress: Progress) -> list[Cell]:
-    """Run cells in a pool, and return those that are left where one of its processes has ended."""
+def _run_in(pool: ProcessPoolExecutor, cells: list[Cell], jobs: int, progress: Progress) -> list[Cell]:
+    """Run cells in a pool of `jobs` processes, and return those that are left where one of these has ended."""
+    at_work = cells[:jobs]
     with interrupts_ignored():
         # recipes as text, because a part from the user's own file cannot be pickled
         running = {pool.submit(_work, cell.recipe.to_yaml(), cell.path): cell for cell in cells}
@@ -225,7 +233,7 @@ def _run_in(pool: ProcessPoolExecutor, cells: list[Cell], at_work: list[Cell], p
             if error is not None:
                 raise RuntimeError(f"{cell}: {error!r}") from error
             progress.cell_ended(cell, future.result())
-        at_work = [cell for future, cell in running.items() if future.running()]
+        at_work = [cell for future, cell in running.items() if future.running()][:jobs]  # one more is handed over
         for cell in at_work:
             if cell.begun:
                 progress.round_done(cell, RunDirectory.open(cell.path).checkpoint.round)
@@ -282,8 +290,10 @@ def run_table(
     Raises:
         UserError: a recipe is refused, another one made a cell in `output`, a file cannot be written, or cells failed.
     """
+    if part[0] > part[1]:
+        raise UserError(f"--part {part[0]} {part[1]}: expected a part of {part[1]}, such as --part 1 {part[1]}")
     cells = table_cells(table, output, overrides)
-    check_output(output, cells)
+    check_output(table.name, output, cells)
     _require_same_data(cells)
     write_description(table, output, overrides)
     mine = cells[part[0] - 1 :: part[1]]

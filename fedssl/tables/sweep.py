@@ -37,7 +37,7 @@ def trials_of(table: Table, trust: bool = False) -> Table:
     for number, row in itertools.product(range(sweep.trials), table.rows):
         settings = copy.deepcopy(row.settings)
         for key, value in drawn(sweep, row.label, number).items():
-            apply_override(settings, f"{key}={json.dumps(value)}")
+            apply_override(settings, f"{key}={json.dumps(value, ensure_ascii=False)}")
         rows.append(row.model_dump() | {"label": f"{row.label} {number}", "settings": settings})
     changes = {
         "name": f"{table.name}-trials",

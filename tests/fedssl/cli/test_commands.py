@@ -133,6 +133,13 @@ def test_a_run_exports_the_best_round_where_one_is_kept(choice, fedssl, tiny_fil
     assert all(torch.equal(kept[name], tensor) for name, tensor in one_round.items())
     reported = fedssl("report", "run kept", "--no-images")[1]
     assert reported.endswith(f"fedssl embed {shlex.quote(str(tmp_path / 'kept'))} my_images --output features.npz\n")
+    (tmp_path / "run kept" / "exported.txt").unlink()
+    ended = fedssl("report", "run kept", "--no-images")[1].endswith("--resume 'run kept' evaluation.patience=null\n")
+    assert (
+        ended
+        == ("patience" in choice)
+        == ("evaluation.patience=null</" in (tmp_path / "run kept/report.html").read_text())
+    )
 
 
 def test_doctor_version_and_partition(fedssl, tmp_path):
@@ -289,8 +296,13 @@ def test_paths_that_lead_nowhere_or_would_wait_for_ever(command, fedssl, tiny_fi
         ("data.datasets.load_dataset", ("partition", "tiny.yaml", "--chart", "chart.xyz")),
         (
             "data.datasets.load_dataset",
-            ("partition", "tiny.yaml", "data.path=.", "data.name=images", "--chart", "a.png"),
+            ("partition", "tiny.yaml", "data.path=~/.", "data.name=images", "--chart", "a.png"),
         ),
+        (
+            "data.datasets.load_dataset",
+            ("partition", "tiny.yaml", "data={name: images, path: run, more_paths: [.]}", "--chart", "a.png"),
+        ),
+        ("engines.in_process.build_federation", ("run", "tiny.yaml", "--encoder", "new", "--output", "new/run")),
         ("federation.build_federation", ("cost", "tiny.yaml", "--rounds", "folder.png")),
         ("engines.in_process.build_federation", ("run", "tiny.yaml", "--output", "tiny.yaml/run")),
         ("engines.in_process.build_federation", ("run", "tiny.yaml", "--encoder", "tiny.yaml/encoder")),
@@ -304,11 +316,12 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     shutil.copytree(with_part, tmp_path / "run")
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "run" / "evaluation-digits.csv").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(f"fedssl.{work}", lambda *_, **__: pytest.fail("the work was begun"))
     code, _, err = fedssl(*command, *(["--trust"] if command[0] in ("report", "evaluate") else []))
     one_line(code, err)
     before = "folder.png", "tiny.yaml/", "chart.xyz: no image", "a.png would be one of the images", "digits.csv is"
-    assert any(text in err for text in before), err
+    assert any(text in err for text in (*before, "--encoder new is the run's folder or one above it")), err
 
 
 @pytest.mark.parametrize("file", ["recipe.yaml", "metrics.csv", "partition.csv", "checkpoints/manifest.json"])
@@ -324,7 +337,7 @@ def test_a_received_run_with_a_pipe_in_it_does_not_hang(file, fedssl, with_part,
 # Folders
 
 
-def test_overwrite_deletes_nothing_but_runs_that_nobody_works_on(fedssl, with_part, tiny_file, tmp_path):
+def test_overwrite_deletes_nothing_but_runs_that_nobody_works_on(fedssl, with_part, tiny_file, tmp_path, monkeypatch):
     shutil.copytree(with_part, tmp_path / "run")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "one.tex").write_text("years of work")
@@ -340,6 +353,10 @@ def test_overwrite_deletes_nothing_but_runs_that_nobody_works_on(fedssl, with_pa
         code, _, err = fedssl("run", "tiny.yaml", "--output", "run", "--overwrite")
     one_line(code, err)
     assert "another process is at work on this run" in err
+    with monkeypatch.context() as patch:
+        patch.setattr("fedssl.federation.load_dataset", lambda *_: signal.raise_signal(signal.SIGINT))
+        code, out, _ = fedssl("run", "tiny.yaml", "--output", "run", "--overwrite")
+    assert (code, "Stopped before the run began; nothing was written" in out) == (130, True)
     assert everything(tmp_path) == before
     assert fedssl("run", "tiny.yaml", "--output", "run", "--overwrite")[0] == 0
     assert (tmp_path / "run.preparing" / "notes").read_text() == "precious"
@@ -506,19 +523,19 @@ def test_ones_own_run_needs_no_flag_as_long_as_its_part_is_unchanged(fedssl, wit
 
 def test_pretrain_is_the_run_that_it_names_and_says_whether_it_learned(fedssl, tmp_path):
     random = np.random.default_rng(0)
-    for folder in ("here", "there=here"):
+    for folder in ("here", "there=here😀"):
         (tmp_path / folder).mkdir()
         for number in range(20):
             Image.fromarray(random.integers(0, 256, (16, 16), np.uint8)).save(tmp_path / folder / f"{number}.png")
     short = ["training.batch_size=8", "rounds=2", "training.local_epochs=1"]
-    code, out, err = fedssl("pretrain", "here", "there=here", *short, "--encoder", "encoder", "--output", "run")
+    code, out, err = fedssl("pretrain", "here", "there=here😀", *short, "--encoder", "encoder", "--output", "run")
     assert code == 0, err
     command = shlex.split(re.search(r"The same as: fedssl (.*)", out)[1])
     assert re.search(r"% of random views find their own image .*by raw pixels", out)
     assert "NOT learned" in out  # noise
     assert "this run is short: it sees each of 40 images 2 times" in out
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
-    assert (recipe["partition"]["clients"], recipe["data"]["more_paths"]) == (1, ["there=here"])
+    assert (recipe["partition"]["clients"], recipe["data"]["more_paths"]) == (1, ["there=here😀"])
     assert (
         fedssl(*[word.replace("encoder", "again") if word == "encoder" else word for word in command], "--overwrite")[0]
         == 0

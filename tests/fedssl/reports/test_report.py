@@ -73,7 +73,9 @@ def test_a_global_model_has_one_row_and_architectures_repeat_over_the_clients(ti
 
 def test_the_page_stands_alone(tiny, tmp_path):
     counts = [[3, 0], [1, 2]]
-    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]), counts=counts)
+    classes = ("dog", "client")
+    write_run(tmp_path / "a", tiny(), rows_of([1.0, 2.0], [4.0, 5.0]), counts=counts, class_names=classes)
+    assert list(read_run(tmp_path / "a").class_names) == list(classes)
     (tmp_path / "a" / "timings.csv").write_text("round,seconds\n1,100\n2,80\n")
     path = write_report([tmp_path / "a"])
     page = Page(path)
@@ -109,6 +111,7 @@ def test_the_page_of_sites_tells_who_holds_what_and_who_was_left_out_when_and_wh
         ["tiny", "0", "1", "6 of rounds 1 to 9", "no answer within 5 s"],
         ["tiny", "0", "1", "3", HOSTILE],
     ]
+    assert page.table("method", "seeds")[0][4] == ("60 images of 2 clients" if sum(counts[0]) else "-")
     charts = [caption for caption in page.captions if caption.startswith("tiny (seed 0)")]
     assert len(charts) == drawn
     assert all(("as the sites stated" in caption) == (partition == "sites") for caption in charts)
@@ -202,7 +205,7 @@ def test_runs_that_differ_in_more_than_their_seed_are_told_and_what_differs_stan
     assert "different numbers of images" not in fair.text
     runs += written(tmp_path, d=tiny(name="own images", evaluation={"images": 40}))
     unlike = Page(write_report(runs[1:], tmp_path / "page.html"))
-    assert "the models were measured on different numbers of images" in unlike.text
+    assert "the models may have been measured on different numbers of images" in unlike.text
     assert "same seed" not in fair.text
     # beside each other stands what differs
     assert fair.table("setting") == [["training.local_epochs", "5", "1"], ["training.batch_size", "16", "8"]]

@@ -106,10 +106,12 @@ def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
 
 
 def test_the_published_sizes_are_known_without_the_data(tmp_path):
-    data = training_data(DataOptions(name="cifar100", path=tmp_path, public_holdout=5000), 0, None)
-    assert (len(data.train_labels), len(data.class_names)) == (45_000, 100)
-    assert data.train_images.shape == (45_000, 3, 32, 32)
-    assert torch.bincount(data.train_labels).tolist() == [450] * 100
+    data = training_data(
+        DataOptions(name="cifar100", path=tmp_path, validation_fraction=0.2, public_holdout=5000), 0, None
+    )
+    assert (len(data.train_labels), len(data.class_names)) == (35_000, 100)
+    assert data.train_images.shape == (35_000, 3, 32, 32)
+    assert torch.bincount(data.train_labels).tolist() == [350] * 100
 
 
 def test_image_files_are_counted_by_their_folders(tmp_path):
@@ -117,9 +119,9 @@ def test_image_files_are_counted_by_their_folders(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         for number in range(3):
             Image.new("L", (12, 12)).save(tmp_path / name / f"{number}.png")
-    data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16), 0, None)
-    assert (len(data.train_labels), len(data.class_names)) == (6, 2)
-    assert data.train_images.shape == (6, 1, 16, 16)
+    data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16, validation_fraction=0.3), 0, None)
+    assert (len(data.train_labels), len(data.class_names)) == (4, 2)
+    assert data.train_images.shape == (4, 1, 16, 16)
 
 
 def test_runs_that_differ_in_what_costs_nothing_are_timed_once(table, monkeypatch):

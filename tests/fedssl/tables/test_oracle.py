@@ -101,6 +101,7 @@ def test_the_verdict_says_which_share_of_the_room_is_closed():
     assert text in said([45.0, 47.0], **others)  # 2 of 5 and 1 of 5 points, of seed 0 and 1
     assert "There is no room to close: central does not beat strong" in said([42.0, 42.1], **others)
     assert "Runs of central are missing" in said([], **others)
+    assert "central trained other architectures, so the room" in said([], central=[45.0, 47.0], **others)
 
 
 @pytest.mark.parametrize(
@@ -118,5 +119,7 @@ def test_the_ceiling_is_the_mean_over_clients_of_the_row_with_their_architecture
         recipe = tiny(architectures=[name])
         write_run(cell_path(tmp_path, name, 0), recipe, evaluated(recipe.rounds, "knn", [reached[name]]))
     assert read_results(table, tmp_path).ceiling["knn"][0] == pytest.approx(expected)
+    shutil.rmtree(cell_path(tmp_path, trained[0], 0))
+    assert read_results(table, tmp_path).ceiling == {}
     write_run(cell_path(tmp_path / "2", "ours", 0), tiny(architectures=["small_resnet10"]), [(2, "0", "knn", 1.0)])
     assert read_results(table, tmp_path / "2").ceiling == {}

@@ -206,15 +206,15 @@ def test_a_metric_of_an_architecture_is_the_mean_over_its_clients(tiny, tmp_path
         make_table(metrics=["memory@resnet18"])
 
 
-def test_the_worst_client_is_the_lowest_value_or_the_global_models(tiny, tmp_path):
-    metrics = ["linear_0.01", "linear_0.01@worst"]
+def test_the_worst_client_is_the_lowest_value_the_highest_loss_or_the_global_models(tiny, tmp_path):
+    metrics = ["linear_0.01", "linear_0.01@worst", "loss@worst"]
     table = make_table(seeds=[0], metrics=metrics, method=None, baselines=[], controls=[], rows=ROWS[:2])
-    of_clients = evaluated(2, "linear_0.01", [50.0, 70.0, 60.0])
+    of_clients = evaluated(2, "linear_0.01", [50.0, 70.0, 60.0]) + evaluated(2, "loss", [1.0, 3.0, 2.0])
     write_run(cell_path(tmp_path, ROWS[0]["label"], 0), tiny(rounds=2), of_clients)
     write_run(cell_path(tmp_path, ROWS[1]["label"], 0), tiny(rounds=2), [(2, "global", "linear_0.01", 55.0)])
     read = read_results(table, tmp_path)
     values = [[read.values(row["label"], metric) for metric in metrics] for row in ROWS[:2]]
-    assert values == [[[60.0], [50.0]], [[55.0], [55.0]]]
+    assert values == [[[60.0], [50.0], [3.0]], [[55.0], [55.0], []]]
     assert "linear accuracy, 1 % of the labels (%), worst client" in format_table(table, read)
 
 
