@@ -106,9 +106,8 @@ def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
 
 
 def test_the_published_sizes_are_known_without_the_data(tmp_path):
-    data = training_data(
-        DataOptions(name="cifar100", path=tmp_path, validation_fraction=0.2, public_holdout=5000), 0, None
-    )
+    options = DataOptions(name="cifar100", path=tmp_path, validation_fraction=0.2, public_holdout=5000)
+    data = training_data(options, 0, None)
     assert (len(data.train_labels), len(data.class_names)) == (35_000, 100)
     assert data.train_images.shape == (35_000, 3, 32, 32)
     assert torch.bincount(data.train_labels).tolist() == [350] * 100

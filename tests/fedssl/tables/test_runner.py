@@ -11,15 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from fedssl.engines import in_process, rounds
@@ -117,8 +115,6 @@ def test_a_bad_cell_names_its_row_before_anything_runs(tiny_table, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             run_table(tiny_table, tmp_path / "out", [override])
-    with pytest.raises(UserError, match="--part 3 2: expected a part of 2"):
-        run_table(tiny_table, tmp_path / "out", part=(3, 2))
     assert not (tmp_path / "out").exists()
 
 
@@ -163,10 +159,8 @@ def test_a_finished_table_is_written_and_not_run_again(tiny_table, copied, monke
 
 
 def test_cells_of_another_recipe_and_of_other_data_are_not_mixed_in(tiny_table, copied, images):
-    message = r"seed-0 was made with rounds=2, now it is 1: name another output"
-    require_refusal(message, tiny_table, copied, *CHANGES, "rounds=1")
-    other = tiny_table.model_copy(update={"name": "other"})
-    require_refusal("out holds the table small, and not other: name another", other, copied, *CHANGES)
+    require_refusal("was made with rounds=2, now it is 1: name another", tiny_table, copied, *CHANGES, "rounds=1")
+    require_refusal("out holds the table small, and not b: name", tiny_table.model_copy(update={"name": "b"}), copied)
     kept = images.read_bytes()
     with np.load(images) as arrays:
         changed = {name: values[::-1] for name, values in arrays.items()}
@@ -177,16 +171,12 @@ def test_cells_of_another_recipe_and_of_other_data_are_not_mixed_in(tiny_table, 
 
 
 def test_a_finished_table_with_a_teacher_is_not_run_again(tiny_recipe, teacher, images, tmp_path, monkeypatch):
-    """A run records its teacher's digest and width, which the table does not name; another teacher is refused.
-
-    So it does with the percentiles of its images.
-    """
+    """A run records its teacher's digest and width, and percentiles as numbers; another teacher is refused."""
     with np.load(images) as arrays:
         np.savez(tmp_path / "deep.npz", **{name: values.astype(np.uint16) * 9 for name, values in arrays.items()})
     deep = [f"data.path={tmp_path / 'deep.npz'}", "data.window=percentiles"]
     taught = tiny_recipe("taught", objective={"name": "distillation", "teacher": str(teacher)})
-    rows = [{"label": "taught", "recipe": taught}]
-    table = make_table(seeds=[0], method=None, baselines=[], controls=[], rows=rows)
+    table = make_table(seeds=[0], method=None, baselines=[], controls=[], rows=[{"label": "taught", "recipe": taught}])
     run_table(table, tmp_path / "out", deep)
     monkeypatch.setattr(in_process, "run", None)
     run_table(table, tmp_path / "out", deep)
@@ -195,35 +185,26 @@ def test_a_finished_table_with_a_teacher_is_not_run_again(tiny_recipe, teacher, 
     require_refusal(message, table, tmp_path / "out", *deep, f"objective.teacher={other}")
 
 
-def test_a_cell_that_its_patience_ended_is_told_and_counts_when_it_has_gone_on(tiny_recipe, tmp_path, monkeypatch):
-    measures = {"view_retrieval": 9.0, "knn": 9.0}
-    monkeypatch.setattr(rounds, "evaluate_after", lambda *_: (measures, torch.ones(1)))
-    recipe = tiny_recipe("patient", rounds=3, evaluation={"every": 1, "patience": 1})
-    rows = [{"label": "patient", "recipe": recipe}]
-    table = make_table(seeds=[0], method=None, baselines=[], controls=[], metrics=["knn"], rows=rows)
+def test_a_cell_that_its_patience_ended_is_told_and_counts_when_it_has_gone_on(tiny_table, tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds, "evaluate_after", lambda *_: ({"view_retrieval": 9.0, "knn": 9.0}, np.ones(1)))
+    table = tiny_table.model_copy(update={"seeds": [0], "method": None, "rows": tiny_table.rows[1:]})
+    output, patient = tmp_path / "out", ["rounds=3", "evaluation.every=1", "evaluation.patience=1"]
     with pytest.raises(UserError, match=r"evaluation.patience ended it after round 2 of 3, so it has no result: "):
-        run_table(table, tmp_path / "out")
-    in_process.resume(cell_path(tmp_path / "out", "patient", 0), overrides=["evaluation.patience=null"])
-    run_table(table, tmp_path / "out")
-    assert "9.0" in (tmp_path / "out" / "table.md").read_text(encoding="utf-8")
+        run_table(table, output, patient)
+    in_process.resume(cell_path(output, "Alone!", 0), overrides=["evaluation.patience=null"])
+    run_table(table, output, patient)
+    assert "9.0" in (output / "table.md").read_text(encoding="utf-8")
 
 
-def test_of_a_worker_that_died_only_cells_at_work_fail_and_none_that_wait_for_one():
-    futures = [Future() for _ in "ABCD"]  # the pool calls one more than are at work running
-    for future in futures:
-        future.set_running_or_notify_cancel()
-    futures[0].set_result(None)
-
-    class Named(SimpleNamespace):
-        @property
-        def begun(self) -> None:
-            for future in futures[1:]:
-                future.done() or future.set_exception(BrokenProcessPool())
-
-    cells = [Named(path=name, recipe=SimpleNamespace(to_yaml=str)) for name in "ABCD"]
-    pool, ended = SimpleNamespace(submit=lambda _, __, path: futures["ABCD".index(path)]), []
-    left = runner._run_in(pool, cells, 2, SimpleNamespace(cell_ended=lambda cell, failure: ended.append(cell)))
-    assert (ended, left) == (cells[:3], cells[3:])
+def test_of_a_worker_that_died_only_cells_at_work_fail_and_none_that_waits_for_one():
+    calls = {name: futures.Future() for name in "ABCD"}  # the pool calls one more than are at work running
+    assert all(call.set_running_or_notify_cancel() for call in calls.values())
+    calls["A"].set_result(None)
+    dies = property(lambda _: calls["B"].done() is False and calls["B"].set_exception(futures.process.BrokenProcessPool()))
+    named = type("", (str,), {"path": property(str), "recipe": SimpleNamespace(to_yaml=str), "begun": dies})
+    pool, ended = SimpleNamespace(submit=lambda _, __, path: calls[path]), []
+    progress = SimpleNamespace(cell_ended=lambda cell, failure: ended.append(cell))
+    assert (runner._run_in(pool, list(map(named, "ABCD")), 2, progress), ended) == (["D"], ["A", "B", "C"])
 
 
 def test_a_folder_with_other_things_is_refused(tiny_table, tmp_path):

@@ -86,7 +86,8 @@ def test_what_is_drawn_depends_on_seed_row_and_number_alone(tmp_path):
     different = [drawn(many, "one", 0), drawn(many, "other", 0), drawn(many, "one", 1)]
     different.append(drawn(many.model_copy(update={"seed": 1}), "one", 0))
     assert len({tuple(values.values()) for values in different}) == 4
-    trials = trials_of(load_table(write(tmp_path, {})))
+    trials = trials_of(load_table(write(tmp_path, {"ranges": {"data.class_names": [["😀"]]}})))
+    assert trials.rows[0].settings == {"data": {"class_names": ["😀"]}}
     assert [row.label for row in trials.rows] == ["one 0", "other 0", "one 1", "other 1"]
     assert trials.seeds == [0]
     assert trials.settings["data"] == {"validation_fraction": 0.2}
