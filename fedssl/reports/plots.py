@@ -24,6 +24,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
@@ -52,8 +53,7 @@ _SMALLEST_SHARE = 1e-12  # of the variance; float32 cannot resolve less
 
 def method_styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return a different colour and line style for each label, by their order, for every chart of a page."""
-    styles = matplotlib.cycler(linestyle=_LINE_STYLES) * matplotlib.cycler(color=_PALETTE)
-    return dict(zip(labels, styles(), strict=False))
+    return dict(zip(labels, (cycler(linestyle=_LINE_STYLES) * cycler(color=_PALETTE))(), strict=False))
 
 
 def class_colours(classes: int) -> NDArray[np.float64]:

@@ -108,11 +108,11 @@ def _check_recipe(cell: Cell) -> None:
     stored = flatten_keys(yaml.safe_load(load_stored_recipe(directory, trust=known, resuming=True).to_yaml()))
     wanted = flatten_keys(wanted)
     for key in dict.fromkeys([*wanted, *stored]):
-        affects_results = not key.startswith(("description", "clients_parallel", "evaluation.patience", "model.digests"))
+        matters = not key.startswith(("description", "clients_parallel", "evaluation.patience", "model.digests"))
         # the table's folder decides an oracle, and a run records a teacher's digest and width, and percentiles
         is_found = key.endswith((".oracle", ".teacher_digest", ".teacher_features"))
         is_found |= key.startswith("data.window") and wanted.get("data.window") == "percentiles"
-        if affects_results and not is_found and wanted.get(key) != stored.get(key):
+        if matters and not is_found and wanted.get(key) != stored.get(key):
             raise UserError(
                 f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
                 "name another output, or remove that folder"

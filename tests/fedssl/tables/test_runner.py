@@ -200,7 +200,7 @@ def test_of_a_worker_that_died_only_cells_at_work_fail_and_none_that_waits_for_o
     calls = {name: futures.Future() for name in "ABCD"}  # the pool calls one more than are at work running
     assert all(call.set_running_or_notify_cancel() for call in calls.values())
     calls["A"].set_result(None)
-    dies = property(lambda _: calls["B"].done() is False and calls["B"].set_exception(futures.process.BrokenProcessPool()))
+    dies = property(lambda _: not calls["B"].done() and calls["B"].set_exception(futures.process.BrokenProcessPool()))
     named = type("", (str,), {"path": property(str), "recipe": SimpleNamespace(to_yaml=str), "begun": dies})
     pool, ended = SimpleNamespace(submit=lambda _, __, path: calls[path]), []
     progress = SimpleNamespace(cell_ended=lambda cell, failure: ended.append(cell))
