@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -27,6 +26,7 @@ from fedssl.tables import runner
 from fedssl.tables.runner import run_table
 from fedssl.tables.table import Table, cell_path
 from tests.fedssl.conftest import ALIGNED, tiny_values
+from tests.fedssl.engines.flower.deployment import MARK, marked, poll
 from tests.fedssl.reports.synthetic_runs import make_table
 
 #: rounds enough that a cell is stopped in its middle
@@ -254,18 +254,6 @@ def test_a_failing_cell_is_named_and_the_others_go_on(bad_row, tiny_table, tmp_p
         run_table(table, tmp_path / "out", ["rounds=1"])  # tried again
 
 
-def alive(group: int) -> bool:
-    """Whether a process of the group runs (a zombie does not)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            return True
-    return False
-
-
 def stop_in_the_middle(
     table: Table, folder: Path, labels: Sequence[str], stop: Callable[[subprocess.Popen[str]], None]
 ) -> tuple[int, str, str]:
@@ -277,25 +265,20 @@ def stop_in_the_middle(
     path, output = folder / "table.yaml", folder / "out"
     path.write_text(yaml.safe_dump(table.model_dump()))
     command = [sys.executable, "-m", "fedssl", "run-table", str(path), "--output", str(output), "--jobs", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: f"{folder}/"}
     process = subprocess.Popen(
         command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     cells = [cell_path(output, label, table.seeds[0]) for label in labels]
-    deadline = time.monotonic() + 120
 
     def begun(cell: Path) -> bool:
+        assert process.poll() is None, process.communicate()
         return (cell / "recipe.yaml").exists() and RunDirectory.open(cell).checkpoint.round >= 0
 
-    while not all(map(begun, cells)) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    poll(lambda: all(map(begun, cells)), "the cells have begun", seconds=120, pause=0.05)
     stop(process)
     printed, errors = process.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    while alive(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(process.pid)
+    poll(lambda: not marked(f"{folder}/"), "no process is left", seconds=30)
     reached = [RunDirectory.open(cell).checkpoint.round for cell in cells]
     assert min(reached) >= 0
     assert max(reached) < MANY
