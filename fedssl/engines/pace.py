@@ -225,7 +225,7 @@ def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
     """Return a recipe whose run ends about `minutes` after `began`, a time of `time.perf_counter`.
 
     The number of rounds follows from timed steps. A central run (`local_update.keep_optimizer`) also gets rounds of
-    another length, which changes nothing that it trains; else a round is what the recipe says.
+    another length; else a round is what the recipe says. Shorter than a pass, each draws its images anew.
 
     Raises:
         UserError: the schedule's stages take different times, so the rounds cannot be told.
@@ -247,7 +247,9 @@ def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
     local_steps = None
     rounds = steps // (steps_of_pass * passes_of_round)
     if rounds < _FEWEST_PAUSES:
-        rounds = min(_FEWEST_PAUSES, steps)
+        # so many that few steps are left over; a step has none before it with which collapse could be told
+        most = max(1, min(_FEWEST_PAUSES, steps // 2))
+        rounds = max(range(-(-most // 2), most + 1), key=lambda count: (steps // count * count, count))
         local_steps = steps // rounds
     training = recipe.training.model_copy(update={"local_epochs": passes_of_round, "local_steps": local_steps})
     return recipe.model_copy(update={"rounds": rounds, "training": training})

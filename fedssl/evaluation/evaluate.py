@@ -17,8 +17,8 @@ from fedkernels import ViewKey
 from ..augmentations.base import Augmentation, draw_views
 from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset, load_dataset
-from ..data.options import DataOptions
-from ..data.pixels import in_channels, normalize
+from ..data.options import SOURCES, DataOptions
+from ..data.pixels import in_channels, normalize, resize
 from ..data.stored_images import Images, images_of_rows
 from ..errors import UserError, explained
 from ..models.encoders import probe
@@ -75,7 +75,8 @@ class EvaluationOptions(Options):
     few_labels: list[Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=list,
         description="fractions of the labels with which the linear layer is trained as well, such as 0.01 and 0.1: "
-        "what an encoder is worth where few images are labelled. Each is the mean over five draws",
+        "what an encoder is worth where few images are labelled. Each is the mean over five draws; of the training "
+        "images that `images` leaves",
     )
     semi_supervised: list[Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=list,
@@ -311,23 +312,22 @@ def _small(view: Tensor) -> Tensor:
 def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int) -> Dataset:
     """Read labelled data in the form that an encoder takes, which was trained on images of `image_shape` [C, H, W].
 
-    Images are resized to the encoder's size, unless the options name a size of their own, which not every architecture
+    Images are resized to the encoder's shape, unless the options name a size of their own, which not every architecture
     takes. The number of channels becomes the encoder's, see `in_channels`. Data without labels or test images are
     refused by a UserError.
     """
-    channels, _, width = image_shape
-    dataset = load_dataset(options.model_copy(update={"image_size": options.image_size or width}), seed)
+    channels, height, width = image_shape
+    size = max(height, width) if height == width or SOURCES[options.name].image_files else None
+    dataset = load_dataset(options.model_copy(update={"image_size": options.image_size or size}), seed)
     has_labels = dataset.labelled or dataset.train_targets is not None
     if not has_labels or not len(dataset.test_images):
         what = "test images" if has_labels else "labels"
         raise UserError(f"the data to evaluate on have no {what}: kNN, linear and fine-tuned accuracy need them")
-    validation = dataset.validation_images
-    return dataclasses.replace(
-        dataset,
-        train_images=in_channels(dataset.train_images, channels),
-        test_images=in_channels(dataset.test_images, channels),
-        validation_images=None if validation is None else in_channels(validation, channels),
-    )
+    images = {part: getattr(dataset, part) for part in ("train_images", "test_images", "validation_images")}
+    fitting = {part: in_channels(each, channels) for part, each in images.items() if each is not None}
+    if height != width and not options.image_size:
+        fitting = {part: resize(each[:], height, width) for part, each in fitting.items()}
+    return dataclasses.replace(dataset, **fitting)
 
 
 def evaluate_downstream(

@@ -70,6 +70,7 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
         done = f"{checkpoint.round} rounds are done" if checkpoint.round > 0 else "no round is done"
         raise UserError(
             f"{path} is not finished ({done}): continue it with fedssl run --resume {quoted(path)}, then export"
+            + ", or export its best round with --best" * (checkpoint.best is not None)
         )
     recipe = load_stored_recipe(directory, trust)
     owner = _owner(recipe, path, client)

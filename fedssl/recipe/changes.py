@@ -18,7 +18,7 @@ CHANGEABLE = (
     *("rounds", "description", "evaluation", "device", "clients_parallel"),
     *("data.path", "data.more_paths", "data.public_path", "data.labels", "data.download", "data.memory_limit"),
     *("data.follow_links", "model.weights"),
-    *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds"),
+    *("guard.minimum_answers", "flower.round_seconds", "flower.connect_seconds", "training.stop_at_collapse"),
     *("flower.grace", "flower.epsilon_budget", "checkpoints"),
 )
 
@@ -60,6 +60,11 @@ def changed_recipe(file: Path, stored: Recipe, overrides: Sequence[str], done: i
         )
     before, after = (flatten_keys(one.model_dump(mode="json")) for one in (stored, recipe))
     keys = [key for key in after | before if before.get(key) != after.get(key)]
+    if "evaluation.images" in keys:
+        raise UserError(
+            "evaluation.images cannot change when a run goes on, as figures before and after could not be compared: "
+            "fedssl evaluate measures on all images"
+        )
     return recipe, [Change(key, _text(before.get(key)), _text(after.get(key))) for key in keys]
 
 

@@ -105,6 +105,7 @@ def write_evaluation(
             raise UserError(f"{path} is an exported encoder, which names no data: give --data, such as {example}")
         encoder = read_encoder(path)
         options, seed, shape = EvaluationOptions(), 0, encoder.image_shape
+        data = data.model_copy(update={"window": data.window or encoder.window})
         models = [("encoder", Model({"encoder": encoder.network}).to(device_named("auto")))]
     else:
         directory = RunDirectory.open(path)

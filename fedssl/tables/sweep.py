@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..recipe.overrides import apply_override
 from .files import Note, settings_line
 from .results import Results, read_results
-from .runner import ALL, CellsFailed, Part, run_table
+from .runner import ALL, CellsFailed, Part, run_table, table_cells
 from .table import Sweep, Table, check_table
 
 
@@ -76,13 +76,16 @@ def run_sweep(
         run_table(table, output, overrides, jobs, note, part)
         return
     trials = trials_of(table, trust)
+    if not all(cell.recipe.data.validation_fraction for cell in table_cells(trials, output, overrides)):
+        raise UserError("sweep: trials are measured on validation images: leave data.validation_fraction=0 out")
     try:
         run_table(trials, output / "trials", overrides, jobs, note, part)
     except CellsFailed as error:
         note(f"{error}; a trial that failed is not chosen")
     if part == ALL:
         winners = _winners(table, table.sweep, read_results(trials, output / "trials"), trials, note)
-        run_table(winners, output / "winners", overrides, jobs, note)
+        held_out = any(cell.recipe.data.validation_fraction for cell in table_cells(winners, output, overrides))
+        run_table(winners, output / "winners", [*overrides, *["data.validation_fraction=0"] * held_out], jobs, note)
 
 
 def _winners(table: Table, sweep: Sweep, results: Results, trials: Table, note: Note) -> Table:

@@ -58,11 +58,13 @@ def test_two_rounds_that_go_on_to_four_and_are_killed_equal_four(kind, finished,
 
 
 def test_the_history_is_kept_and_shown(two_rounds):
-    run = fedssl.resume(two_rounds, ["rounds=3", "evaluation.every=1", "clients_parallel=2"])
+    more = ["rounds=3", "evaluation.every=1", "clients_parallel=2", "training.stop_at_collapse=true"]
+    run = fedssl.resume(two_rounds, more)
     assert (run.last_round, run.recipe["evaluation"]["every"]) == (3, 1)
     run = fedssl.resume(two_rounds, ["rounds=4"])
     changes = {(c["round"], c["version"], c["option"], c["before"], c["after"]) for c in run.history}
     expected = [("2", "rounds", "2", "3"), ("2", "evaluation.every", "0", "1"), ("2", "clients_parallel", "1", "2")]
+    expected.append(("2", "training.stop_at_collapse", "False", "True"))
     assert changes == {(n, fedkernels.__version__, *rest) for n, *rest in (*expected, ("3", "rounds", "3", "4"))}
     assert "<h2>History</h2>" in write_report(two_rounds, images=False).read_text()
     (two_rounds / "history.csv").write_text("round\n")
@@ -74,6 +76,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "fewer": (["rounds=1"], "rounds=1 is fewer than before: 2 rounds are done"),
     "seed": (["rounds=4", "seed=3"], r"seed cannot change when a run goes on \(2 rounds are done\)"),
     "training": (["training.learning_rate=1"], r"learning_rate cannot change when a run goes on \(2 rounds are"),
+    "images": (["rounds=4", "evaluation.images=20"], "evaluation.images cannot change when a run goes on, as figures"),
     "a part": (["regularizers.0.name=./evil.py"], r"regularizers\.0\.name cannot change"),
     "no key": (["fedbyol"], "'fedbyol' is not key=value"),
     "finished": (["evaluation.every=1"], "is finished, so nothing would be done with another evaluation.every"),

@@ -47,8 +47,9 @@ def test_federated_rounds_stay_as_long_as_they_are(tiny, monkeypatch):
     [
         (0.1, 42, 1, None),  # 300 steps, of which a pass has 7
         (0.001, 99, 43, None),  # 30,000 steps: at most 100 rounds
-        (1.0, 20, 1, 1),  # 30 steps: rounds of less than a pass
-        (15.0, 2, 1, 1),
+        (1.0, 15, 1, 2),  # 30 steps: rounds of less than a pass, of two steps or more
+        (0.77, 19, 1, 2),  # 38 steps
+        (15.0, 1, 1, 2),
     ],
 )
 def test_a_central_run_pauses_some_twenty_to_a_hundred_times(step, rounds, epochs, local_steps, tiny, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -75,6 +76,20 @@ def test_a_run_and_its_export_on_other_data(finished_run, other_data):
     assert not (path / "evaluation.csv").exists()
 
 
+def test_an_export_takes_pixels_of_16_bits_as_its_run_did(finished_run, other_data, tmp_path):
+    encoder = shutil.copytree(finished_run[1], tmp_path / "encoder")
+    config = json.loads((encoder / "config.json").read_text())
+    config["fedssl"]["window"] = [0, 1020]
+    (encoder / "config.json").write_text(json.dumps(config))
+    with np.load(other_data) as arrays:
+        deep = {name: each.astype(np.uint16) * 4 if name[0] == "x" else each for name, each in arrays.items()}
+    np.savez(tmp_path / "deep.npz", **deep)
+    assert (
+        rows(write_evaluation(encoder, data=DataOptions(name="npz", path=tmp_path / "deep.npz")))["encoder"]["knn"]
+        == 100
+    )
+
+
 def test_what_cannot_be_evaluated_is_refused(finished_run, tmp_path):
     path, encoder = finished_run
     with pytest.raises(UserError, match=r"is an exported encoder, which names no data: give --data"):
@@ -87,9 +102,10 @@ def test_what_cannot_be_evaluated_is_refused(finished_run, tmp_path):
 
 
 def test_images_take_the_encoders_form(other_data):
-    dataset = load_downstream(DataOptions(name="npz", path=other_data), (1, 8, 8), seed=0)
-    for images in (dataset.train_images, dataset.test_images, dataset.validation_images):
-        assert images.shape[1:] == (1, 8, 8)
+    for shape in ((1, 8, 8), (1, 8, 24)):
+        dataset = load_downstream(DataOptions(name="npz", path=other_data), shape, seed=0)
+        for images in (dataset.train_images, dataset.test_images, dataset.validation_images):
+            assert images.shape[1:] == shape
     sized = load_downstream(DataOptions(name="npz", path=other_data, image_size=10), (3, 8, 8), seed=0)
     assert sized.train_images.shape[1:] == (3, 10, 10)
 

@@ -41,6 +41,7 @@ def test_the_winner_of_equally_many_trials_is_run_with_the_tables_seeds(fedssl, 
     own = {"other": {"evaluation.images": [40]}}
     diverging = {"training.learning_rate": [1e-3, 1e30]}
     judged = {"seeds": [1, 2], "method": "one", "verdict": "comparison", "baselines": ["other"]}
+    judged["settings"] = {"data": {"validation_fraction": 0.3}}  # of the trials
     file = write(tmp_path, {"own_ranges": own, "ranges": diverging, "draw": "grid"}, **judged)
     code, out, _ = fedssl("sweep", str(file), "--output", "out", "--part", "1", "2")  # as a task of an array does
     assert code == 0
@@ -72,6 +73,8 @@ def test_the_best_value_wins_and_of_equal_ones_the_first(tmp_path, monkeypatch):
     values |= {(f"other {number}", "knn"): {0: 50.0} for number in range(3)}
     monkeypatch.setattr("fedssl.tables.sweep.read_results", lambda *given: Results(after=values))
     run_sweep(table, tmp_path, [], 1, lambda text: None)
+    with pytest.raises(UserError, match=r"leave data\.validation_fraction=0 out"):
+        run_sweep(table, tmp_path, ["data.validation_fraction=0"], 1, lambda text: None)
     assert [row.settings["training"]["learning_rate"] for row in ran[-1].rows] == [RATES[2], RATES[0]]
     for label in ("other 0", "other 1", "other 2"):
         del values[label, "knn"]
