@@ -60,11 +60,8 @@ def changed_recipe(file: Path, stored: Recipe, overrides: Sequence[str], done: i
         )
     before, after = (flatten_keys(one.model_dump(mode="json")) for one in (stored, recipe))
     keys = [key for key in after | before if before.get(key) != after.get(key)]
-    if "evaluation.images" in keys:
-        raise UserError(
-            "evaluation.images cannot change when a run goes on, as figures before and after could not be compared: "
-            "fedssl evaluate measures on all images"
-        )
+    if "evaluation.images" in keys:  # figures before and after could not be compared
+        raise UserError("evaluation.images cannot change when a run goes on: fedssl evaluate measures on all images")
     return recipe, [Change(key, _text(before.get(key)), _text(after.get(key))) for key in keys]
 
 

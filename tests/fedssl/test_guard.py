@@ -417,10 +417,8 @@ def test_what_only_one_client_sends_is_refused_where_it_cannot_be_right(kind, ch
     """The others' answers, and the state without the bad one, are as if it had not answered."""
     federation = build_federation(tiny(**kind | SMALL))
     method, server = federation.method, federation.method.initial_state()
-    clients = [federation.client(k, Message()) for k in range(3)]
     number = 0 if method.opening_round else 1
-    sent = (method.broadcast_opening if number == 0 else lambda *a: method.broadcast(*a, 1))(server, [0, 1, 2])
-    replies = {client.index: method.client_round(client, sent[client.index], number) for client in clients}
+    replies = train_rounds(federation, number).replies[number]
     [name] = [name for name in replies[1].tensors if name.startswith(("representation", "dictionary", "local_"))]
     replies[1].tensors[name] = change(replies[1].tensors[name])
     after = method.aggregate(server, replies, number)

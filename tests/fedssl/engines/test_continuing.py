@@ -76,7 +76,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "fewer": (["rounds=1"], "rounds=1 is fewer than before: 2 rounds are done"),
     "seed": (["rounds=4", "seed=3"], r"seed cannot change when a run goes on \(2 rounds are done\)"),
     "training": (["training.learning_rate=1"], r"learning_rate cannot change when a run goes on \(2 rounds are"),
-    "images": (["rounds=4", "evaluation.images=20"], "evaluation.images cannot change when a run goes on, as figures"),
+    "images": (
+        ["rounds=4", "evaluation.images=20"],
+        "evaluation.images cannot change when a run goes on: fedssl evaluate",
+    ),
     "a part": (["regularizers.0.name=./evil.py"], r"regularizers\.0\.name cannot change"),
     "no key": (["fedbyol"], "'fedbyol' is not key=value"),
     "finished": (["evaluation.every=1"], "is finished, so nothing would be done with another evaluation.every"),
