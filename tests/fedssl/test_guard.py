@@ -22,6 +22,7 @@ from fedssl.outliers import change_of_mean, shortened
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
+from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.test_shipped_recipes import small
 
 NAME = "online.encoder.weight"
