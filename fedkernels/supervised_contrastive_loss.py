@@ -62,8 +62,8 @@ def supervised_contrastive_loss(
         return contrastive_one_tile.value(loss, features, None, temperature, classes=labels)
     # Both sides of the products are divided by the square root.
     z = scaled_rows(features, temperature**-0.5, compute_dtype(features))
-    positives, count = _sums_of_positives(z, labels)
-    of_positives = positives / count.clamp(min=1)[:, None]
+    positives, count = _sums_of_positives(z.double(), labels)  # a long row would cancel its label's others in float32
+    of_positives = positives.to(z.dtype) / count.clamp(min=1)[:, None]
     if in_halves:
         # nt_xent takes the logit with row i + B / 2 away: what remains is what that row is nearer than the positives.
         losses = nt_xent(z[:half], z[half:], 1.0, "none") + (z * (z.roll(half, 0) - of_positives)).sum(dim=1)

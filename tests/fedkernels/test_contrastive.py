@@ -12,7 +12,7 @@ from fedkernels import clip_loss, info_nce, sigmoid_loss, supervised_contrastive
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
 from tests.fedkernels import definitions
 from tests.fedkernels.inputs import FP64, randn
-from tests.fedkernels.operators import info_nce_densely
+from tests.fedkernels.operators import info_nce_densely, value_and_gradients
 
 
 def labels_of(features):
@@ -168,6 +168,18 @@ def test_without_positives_the_supervised_loss_and_its_gradient_are_0(rows):
     loss = supervised_contrastive_loss(features, torch.arange(rows), 0.5)
     assert loss == 0
     assert not torch.autograd.grad(loss, features)[0].any()
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_a_row_ten_thousand_times_as_long_as_its_positives_in_float32(rows):
+    features, labels = randn(rows, 16), torch.arange(rows) // 2
+    features[0] *= 1e4
+    found, truth = (
+        value_and_gradients(lambda z: supervised_contrastive_loss(z, labels, 1.0, "none"), [z.requires_grad_()])
+        for z in (features.float(), features.clone())
+    )
+    for one, true in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, true.float(), rtol=1e-4, atol=1e-2)
 
 
 def options_of(queries, keys):
