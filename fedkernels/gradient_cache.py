@@ -30,6 +30,7 @@ class GradientCache:
 
     Args:
         encoder: a module, or a function, that takes one input and returns one tensor [n, ...], a row for each sample.
+            Only a module's weights are looked at: whether those in a function changed between the passes is not known.
         mini_batch_size: the samples that the encoder takes at a time.
 
     Raises:
@@ -58,7 +59,7 @@ class GradientCache:
             ValueError: an input has no rows, tensors with different numbers of rows, or a tensor that was computed
                 from others and requires a gradient; the encoder's output has another number of rows.
             TypeError: the encoder returns something other than a tensor.
-            RuntimeError: in the backward pass, if weights of the encoder were changed after this call.
+            RuntimeError: in the backward pass, if weights of the encoder or inputs were changed in place after this call.
         """
         if not inputs:
             raise ValueError("inputs must hold at least one input of the encoder, got none")
@@ -90,16 +91,19 @@ class _Encoding(torch.autograd.Function):
             parts = [cache._part(given, begin, min(begin + ctx.size, rows)) for begin in range(0, rows, ctx.size)]
             embeddings.append(torch.cat([part.forward() for part in parts]))
             ctx.parts += parts
-        ctx.versions = [weight._version for weight in _weights(ctx.encoder)]
+        ctx.inputs = _tensors(inputs)
+        ctx.versions = _versions(_weights(ctx.encoder)), _versions(ctx.inputs)
         return tuple(embeddings)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if [weight._version for weight in _weights(ctx.encoder)] != ctx.versions:
+        found = _versions(_weights(ctx.encoder)), _versions(ctx.inputs)
+        if found != ctx.versions:
+            what = "inputs" if found[0] == ctx.versions[0] else "weights of the encoder"
             raise RuntimeError(
-                "weights of the encoder were changed between GradientCache's two passes: call backward() before the "
-                "optimizer's step"
+                f"{what} were changed between GradientCache's two passes: call backward() before the optimizer's step "
+                "and before anything writes into the inputs"
             )
         second_pass(ctx.encoder, ctx.parts, [rows for gradient in gradients for rows in gradient.split(ctx.size)])
         return None, None, None, None
@@ -107,6 +111,11 @@ class _Encoding(torch.autograd.Function):
 
 def _weights(encoder: object) -> list[Tensor]:
     return list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written into; tensors of the inference mode do not count it."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _tensors(given: Any) -> list[Tensor]:

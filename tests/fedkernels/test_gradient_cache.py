@@ -203,13 +203,26 @@ def test_on_several_ranks_it_is_the_whole_batch_and_exchanges_gradients_once(ran
         torch.testing.assert_close(found, gradients(whole), rtol=1e-10, atol=1e-12)
 
 
-def test_weights_that_change_between_the_passes_are_an_error():
-    model = encoder()
-    loss = GradientCache(model, 4)(batch(0)).sum()
+@pytest.mark.parametrize("what", ["weights of the encoder", "inputs"])
+def test_weights_and_inputs_that_change_between_the_passes_are_an_error(what):
+    model, given = encoder(), {"x": batch(0)}
+    loss = GradientCache(lambda held: model(held["x"]), 4)(given).sum()
+    if what != "inputs":
+        loss = GradientCache(model, 4)(given["x"]).sum()
     with torch.no_grad():
-        next(model.parameters()).add_(1)
-    with pytest.raises(RuntimeError, match=r"call backward\(\) before the optimizer's step"):
+        (given["x"] if what == "inputs" else next(model.parameters())).add_(1)
+    with pytest.raises(RuntimeError, match=rf"{what} were changed .* call backward\(\) before the optimizer's step"):
         loss.backward()
+
+
+def test_weights_and_inputs_of_the_inference_mode():
+    with torch.inference_mode():
+        frozen, x = encoder().requires_grad_(False), batch(0)
+    model = nn.Sequential(frozen, encoder())
+    GradientCache(model, 4)(x).sum().backward()
+    whole = encoder()
+    whole(frozen(x)).sum().backward()
+    torch.testing.assert_close(gradients(model[1]), gradients(whole))
 
 
 @pytest.mark.parametrize(
