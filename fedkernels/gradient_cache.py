@@ -91,6 +91,7 @@ class _Encoding(torch.autograd.Function):
             parts = [cache._part(given, begin, min(begin + ctx.size, rows)) for begin in range(0, rows, ctx.size)]
             embeddings.append(torch.cat([part.forward() for part in parts]))
             ctx.parts += parts
+        ctx.save_for_backward(start)  # torch frees it together with the graph
         ctx.inputs = _tensors(inputs)
         ctx.versions = _versions(_weights(ctx.encoder)), _versions(ctx.inputs)
         return tuple(embeddings)
@@ -98,6 +99,7 @@ class _Encoding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _ = ctx.saved_tensors  # in a second pass of a graph that was not retained this is torch's error
         found = _versions(_weights(ctx.encoder)), _versions(ctx.inputs)
         if found != ctx.versions:
             what = "inputs" if found[0] == ctx.versions[0] else "weights of the encoder"
@@ -106,6 +108,8 @@ class _Encoding(torch.autograd.Function):
                 "and before anything writes into the inputs"
             )
         second_pass(ctx.encoder, ctx.parts, [rows for gradient in gradients for rows in gradient.split(ctx.size)])
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.parts = ctx.inputs = None  # they hold the inputs, and the loss holds them
         return None, None, None, None
 
 

@@ -203,6 +203,20 @@ def test_on_several_ranks_it_is_the_whole_batch_and_exchanges_gradients_once(ran
         torch.testing.assert_close(found, gradients(whole), rtol=1e-10, atol=1e-12)
 
 
+def test_inputs_live_as_long_as_the_graph():
+    model, x = encoder(), batch(0)
+    held, loss = weakref.ref(x), GradientCache(model, 4)(x).sum()
+    loss.backward(retain_graph=True)
+    del x
+    once = gradients(model)
+    assert held() is not None
+    loss.backward()
+    torch.testing.assert_close(gradients(model), [2 * one for one in once])
+    assert held() is None
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("what", ["weights of the encoder", "inputs"])
 def test_weights_and_inputs_that_change_between_the_passes_are_an_error(what):
     model, given = encoder(), {"x": batch(0)}
