@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fedkernels.internal import checks
 from fedkernels.internal.two_passes import Part, second_pass
 
 
@@ -34,14 +35,15 @@ class GradientCache:
         mini_batch_size: the samples that the encoder takes at a time.
 
     Raises:
+        TypeError: mini_batch_size is no integer.
         ValueError: mini_batch_size < 1.
     """
 
     def __init__(self, encoder: Callable[[Any], Tensor], mini_batch_size: int) -> None:
-        if mini_batch_size < 1:
-            raise ValueError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
         self.encoder = encoder
-        self.mini_batch_size = mini_batch_size
+        self.mini_batch_size = checks.integer("mini_batch_size", mini_batch_size)
+        if self.mini_batch_size < 1:
+            raise ValueError(f"mini_batch_size must be at least 1, got {checks.short(mini_batch_size)}")
 
     def __call__(self, *inputs: Any) -> Any:
         """Encodes one or more inputs.

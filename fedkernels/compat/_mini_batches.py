@@ -22,7 +22,7 @@ def ranges(features: Features, size: int, tokens: int | None) -> list[tuple[int,
     """
     samples = _number_of_samples(features)
     if tokens is None:
-        return [(begin, min(begin + size, samples)) for begin in range(0, samples, size)]
+        return [(begin, min(begin + size, samples)) for begin in range(0, max(samples, 1), size)]
     if "cu_seq_lens_q" in features:
         lengths = features["cu_seq_lens_q"].diff().tolist()
     elif "attention_mask" in features:

@@ -194,7 +194,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
             f"sentence_transformers.losses.{type(self).__name__}", show_progress_bar=(show_progress_bar, False)
         )
         for name, value in (("mini_batch_size", mini_batch_size), ("mini_batch_num_tokens", mini_batch_num_tokens)):
-            if value is not None and value < 1:
+            if value is not None and checks.integer(name, value) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.mini_batch_size = mini_batch_size
         self.mini_batch_num_tokens = mini_batch_num_tokens

@@ -257,5 +257,6 @@ def test_refusals(given, error, match):
 
     with pytest.raises(error, match=match):
         GradientCache(wrong, 4)(*given)
-    with pytest.raises(ValueError, match="mini_batch_size must be at least 1, got 0"):
-        GradientCache(wrong, 0)
+    for size, message in ((0, "at least 1, got 0"), (2.5, "an integer, got float"), (True, "an integer, got bool")):
+        with pytest.raises((TypeError, ValueError), match=f"mini_batch_size must be {message}"):
+            GradientCache(wrong, size)

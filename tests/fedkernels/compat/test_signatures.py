@@ -102,9 +102,10 @@ CACHED = "sentence_transformers.CachedMultipleNegativesRankingLoss"
         (RANKING_LOSS, {"scale": 0.0}, "scale must be positive, got 0.0"),
         (CACHED, {"show_progress_bar": True}, "show_progress_bar must be False"),
         (CACHED, {"mini_batch_size": 0}, "mini_batch_size must be at least 1, got 0"),
+        (CACHED, {"mini_batch_size": 2.5}, "mini_batch_size must be an integer, got float"),
         (CACHED, {"mini_batch_num_tokens": 0}, "mini_batch_num_tokens must be at least 1, got 0"),
     ],
 )
 def test_what_only_the_original_has_is_refused(name, options, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         drop_in(name)(*model_of(name), **options)
