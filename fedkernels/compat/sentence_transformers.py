@@ -74,7 +74,7 @@ class MultipleNegativesRankingLoss(nn.Module):
             raise ValueError(f"scale must be positive, got {self.scale}")
         checks.one_of("partition_mode", self.partition_mode, ("joint", "per_direction"))
         both = set(self.directions) == set(_BOTH_DIRECTIONS) and self.partition_mode == "per_direction"
-        if self.directions != _ONE_DIRECTION and not both:
+        if tuple(self.directions) != _ONE_DIRECTION and not both:
             raise ValueError(
                 f"directions must be {_ONE_DIRECTION}, or {_BOTH_DIRECTIONS} with partition_mode='per_direction', got "
                 f"{self.directions} with {self.partition_mode!r}: use {original}"
@@ -135,7 +135,7 @@ class MultipleNegativesRankingLoss(nn.Module):
     @property
     def citation(self) -> str:
         """The paper in BibTeX, for the model card."""
-        return _JINA if self.directions != _ONE_DIRECTION else _CPC
+        return _JINA if tuple(self.directions) != _ONE_DIRECTION else _CPC
 
 
 class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):

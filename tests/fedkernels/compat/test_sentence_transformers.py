@@ -332,9 +332,10 @@ def test_matryoshka_can_exchange_calculate_loss():
 def test_options_may_be_set_later_and_are_checked_again():
     loss = sentence_transformers.MultipleNegativesRankingLoss(nn.Identity())
     columns = [torch.randn(5, 4), torch.randn(5, 4)]
-    loss.scale, loss.similarity_fct = 1.5, "dot_score"
+    loss.scale, loss.similarity_fct, loss.directions = 1.5, "dot_score", ["query_to_doc"]
     other = sentence_transformers.MultipleNegativesRankingLoss(nn.Identity(), scale=1.5, similarity_fct="dot_score")
     assert torch.equal(loss.compute_loss_from_embeddings(columns), other.compute_loss_from_embeddings(columns))
+    assert loss.citation == other.citation
     loss.similarity_fct = cos_sim
     with pytest.raises(ValueError, match=r"similarity_fct must be cos_sim or dot_score of sentence_transformers.util"):
         loss.compute_loss_from_embeddings(columns)
