@@ -3,12 +3,14 @@
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedkernels.internal import checks
+from fedkernels.internal.autograd import has_tangent, is_transformed
 from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference.sigreg import sigreg as _reference
+from fedkernels.reference.sigreg import unit
 
 _CHUNK = 1 << 18  # projections at a time: their cosines and sines stay in a second-level cache
 
@@ -26,7 +28,8 @@ def sigreg(rows: Tensor, directions: Tensor, *, points: int = 17, limit: float =
 
     The integrand is even and 0 at 0, so (points - 1) / 2 points are computed, by rotations of the first one. Rows are
     taken in parts, and once more in the backward pass: beside the inputs, and the B x S projections that wait for the
-    backward pass, it takes some MB however many rows and points there are.
+    backward pass, it takes some MB however many rows and points there are. torch.func's transforms, forward mode and
+    torch.export take the reference, which holds B x S x points complex numbers.
 
     Args:
         rows: [B, d], float16, bfloat16, float32 or float64, any strides.
@@ -46,6 +49,8 @@ def sigreg(rows: Tensor, directions: Tensor, *, points: int = 17, limit: float =
     """
     of_rule = check(rows, directions, points, limit)
     checks.not_empty("rows", rows, (0,), "B")
+    if is_transformed() or has_tangent(rows) or torch.compiler.is_exporting():
+        return _reference(rows, directions, 2 * of_rule.half + 1, of_rule.half * of_rule.step)
     return statistic(sums(rows, directions, of_rule), len(rows), of_rule).to(compute_dtype(rows, directions))
 
 
@@ -75,8 +80,7 @@ def sums(rows: Tensor, directions: Tensor, rule: Rule) -> Tensor:
     """The sums over rows of cosines and sines of the projections times each point, float64 [2, half, S]."""
     dtype = compute_dtype(rows, directions)
     with no_autocast(rows):
-        along = F.normalize(directions.detach().to(dtype), dim=0)
-        found: Tensor = _Sums.apply(rows.to(dtype), along, rule)
+        found: Tensor = _Sums.apply(rows.to(dtype), unit(directions, dtype), rule)
         return found
 
 

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from fedkernels import sigreg
 from fedkernels.reference.sigreg import sigreg as reference
+from tests.fedkernels.test_contexts import assert_exports
 from tests.fedkernels.test_cuda import randn
 
 
@@ -59,6 +61,31 @@ def test_is_compiled_as_one_graph():
     rows, directions = randn(30, 5).float(), randn(5, 4, seed=1).float()
     compiled = torch.compile(sigreg, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(with_gradient(compiled, rows, directions), with_gradient(sigreg, rows, directions))
+
+
+def test_transforms_forward_mode_and_export():
+    rows, directions = randn(11, 5), randn(5, 4, seed=1)
+    value, gradient = with_gradient(sigreg, rows, directions)
+
+    def total(rows):
+        return sigreg(rows, directions)
+
+    torch.testing.assert_close(torch.func.grad(total)(rows), gradient)
+    torch.testing.assert_close(torch.func.vmap(total)(rows[None]), value[None])
+    torch.testing.assert_close(torch.func.jvp(total, (rows,), (rows,)), (value, (gradient * rows).sum()))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(total(forward_ad.make_dual(rows, rows))).tangent
+    torch.testing.assert_close(tangent, (gradient * rows).sum())
+    assert not torch.func.grad(sigreg, argnums=1)(rows, directions).any()
+    assert_exports(sigreg, lambda n: [randn(n, 5, seed=n), directions])
+
+
+@pytest.mark.parametrize("factor", [1e-40, 1e-20, 1e30])
+@pytest.mark.parametrize("function", [sigreg, reference])
+def test_the_length_of_a_direction_does_not_count(function, factor):
+    rows, directions = randn(11, 5).float(), randn(5, 4, seed=1)
+    found = function(rows, (factor * directions).float())
+    torch.testing.assert_close(found, function(rows, directions.float()), rtol=1e-4, atol=0)
 
 
 def test_nan_comes_out():
