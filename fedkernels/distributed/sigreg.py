@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._ranks import all_gather, name_of_group, named_group, same
+from fedkernels.internal.autograd import needs_gradient
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.sigreg import check, statistic, sums
 
@@ -34,20 +35,21 @@ def sigreg(
 
     Raises:
         TypeError: as ``fedkernels.sigreg``.
-        ValueError: as ``fedkernels.sigreg``, before the ranks meet; on all ranks if their d, S, points, limits or
-            dtypes differ, or if no rank has rows.
+        ValueError: as ``fedkernels.sigreg``, before the ranks meet; on all ranks if their d, S, points, limits,
+            dtypes or need of gradients differ, or if no rank has rows.
         RuntimeError: torch.distributed is not initialised; what the process group raises if a rank fails.
     """
     rule = check(rows, directions, points, limit)
     ranks = named_group(name_of_group(group))
     dtype = compute_dtype(rows, directions)
-    numbers = [*rows.shape, directions.shape[1], rule.half, rule.step, float(dtype == torch.float64)]
+    flags = float(dtype == torch.float64), float(needs_gradient(rows))
+    numbers = [*rows.shape, directions.shape[1], rule.half, rule.step, *flags]
     own = torch.tensor([numbers], dtype=torch.float64).to(rows.device)
     everyones = own.new_empty(ranks.size(), own.shape[1])
     all_gather(everyones, own, group=ranks)
     counts, *others = everyones.T.tolist()
     names = "the number of columns d", "the number of directions S", "points", "limit", "float64 in an input"
-    for name, of_ranks in zip(names, others, strict=True):
+    for name, of_ranks in zip((*names, "whether rows require a gradient"), others, strict=True):
         same(name, [f"{one:g}" for one in of_ranks])
     if not sum(counts):
         raise ValueError(f"at least one rank must have rows, got none on {ranks.size()} ranks")

@@ -27,6 +27,7 @@ def of_part(sizes: list[int], factors: list[float], dtype: torch.dtype) -> tuple
 def of_bad_part(kind: str) -> str:
     last = dist.get_rank() == dist.get_world_size() - 1
     rows, directions = torch.ones(0 if kind == "rows" else 3, 4), torch.ones(4, 5 if kind == "S" and last else 6)
+    rows.requires_grad_(kind == "gradient" and last)
     with pytest.raises(ValueError, match="rank") as error:
         sigreg(rows, directions, points=5 if kind == "points" and last else 17)
     return str(error.value)
@@ -56,6 +57,7 @@ def test_equals_one_process(ranks: Ranks, even: bool, dtype: torch.dtype) -> Non
         ("rows", "at least one rank must have rows"),
         ("S", "number of directions S must be"),
         ("points", "points must be"),
+        ("gradient", "whether rows require a gradient must be the same on all ranks"),
     ],
 )
 def test_all_ranks_refuse_what_does_not_fit(ranks: Ranks, kind: str, message: str) -> None:
