@@ -61,7 +61,7 @@ class GradientCache:
             ValueError: an input has no rows, tensors with different numbers of rows, or a tensor that was computed
                 from others and requires a gradient; the encoder's output has another number of rows.
             TypeError: the encoder returns something other than a tensor.
-            RuntimeError: in the backward pass, if weights of the encoder or inputs were changed in place after this call.
+            RuntimeError: in the backward pass, if weights of the encoder or inputs were changed after this call.
         """
         if not inputs:
             raise ValueError("inputs must hold at least one input of the encoder, got none")

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from fedkernels.internal import checks, contrastive, contrastive_cuda, contrastive_one_tile, native
-from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
+from fedkernels.internal.autograd import (
+    keep_missing_as_none,
+    needs_gradient,
+    refuse_second_derivative,
+    register_no_derivative,
+)
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference._reduce import reduce
@@ -97,7 +102,7 @@ def info_nce(
         return contrastive_one_tile.value(loss, query, key, temperature, left_out=left_out)
     narrow = isinstance(temperature, Tensor) and contrastive.stays_narrow(query, key)
     if leaves_out or isinstance(positives, Tensor) or narrow:
-        return _by_similarities(query, key, 1 / temperature, reduction, positives, labels, excluded)
+        return by_similarities(query, key, 1 / temperature, reduction, positives, labels, excluded)
     if positives > 0:
         with no_autocast(key):  # under autocast to bfloat16 roll of float16 raises an error
             key = key.roll(-positives, 0)  # so that key i is the positive of query i
@@ -118,14 +123,14 @@ def _one_kernel_is_faster(query: Tensor, key: Tensor) -> bool:
     return contrastive_cuda.in_one(query, key)
 
 
-def _by_similarities(
+def by_similarities(
     query: Tensor,
     key: Tensor,
     scale: Tensor | float,
     reduction: str,
     positives: int | Tensor,
     labels: tuple[Tensor, Tensor] | None,
-    excluded: Tensor | None,
+    excluded: Tensor | None = None,
 ) -> Tensor:
     """The loss, which forms the logits once more in the backward pass."""
     if not isinstance(positives, Tensor):
@@ -245,9 +250,5 @@ if native.module is not None:
             of_query, of_key = (gradient if need else None for gradient, need in zip(gradients, wanted, strict=True))
         return of_query, of_key, None, None, None, None
 
-    def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        refuse_second_derivative("info_nce", *grads)
-        return (None,) * 6
-
     torch.library.register_autograd("fedkernels::info_nce", _backward, setup_context=_setup_context)
-    torch.library.register_autograd("fedkernels::info_nce_gradients", _refuse_second_derivative)
+    register_no_derivative("info_nce_gradients", "info_nce")

@@ -1,15 +1,19 @@
 """NT-Xent: SimCLR's contrastive loss."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedkernels.info_nce import by_similarities
 from fedkernels.internal import checks, contrastive, contrastive_one_tile, native
-from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient, refuse_second_derivative
-from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
+from fedkernels.internal.autograd import (
+    keep_missing_as_none,
+    needs_gradient,
+    refuse_second_derivative,
+    register_no_derivative,
+)
 from fedkernels.reference._precision import compute_dtype, no_autocast
-from fedkernels.reference._reduce import reduce
 from fedkernels.reference.nt_xent import nt_xent as _reference
 
 
@@ -55,7 +59,10 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
         return contrastive_one_tile.value(loss, _rows_of(view1, view2), None, temperature)
     if isinstance(temperature, Tensor):
         if contrastive.stays_narrow(view1, view2):
-            return _by_similarities(view1, view2, temperature, reduction)
+            rows = _rows_of(view1, view2)
+            numbers = torch.arange(len(rows), device=rows.device)
+            positives, itself = numbers.roll(len(view1)), (numbers, numbers)
+            return by_similarities(rows, rows, 1 / temperature, reduction, positives, itself)
         scale, dtype = temperature.rsqrt(), compute_dtype(view1, view2)
         view1, view2 = (contrastive.scaled_rows(view, scale, dtype) for view in (view1, view2))
         temperature = 1.0
@@ -69,16 +76,6 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
 def _rows_of(view1: Tensor, view2: Tensor) -> Tensor:
     with no_autocast(view1):  # under autocast to bfloat16 torch.cat of float16 raises an error
         return torch.cat([view1, view2])
-
-
-def _by_similarities(view1: Tensor, view2: Tensor, temperature: Tensor, reduction: str) -> Tensor:
-    """The loss of rows that are not divided by the temperature: 16-bit rows stay what they are."""
-    rows = _rows_of(view1, view2)
-    numbers = torch.arange(len(rows), device=rows.device)
-    of_rows, _, of_positives = similarity_logsumexp(
-        rows, rows, 1 / temperature, positives=numbers.roll(len(view1)), labels=(numbers, numbers)
-    )
-    return reduce(of_rows - cast(Tensor, of_positives), reduction).to(compute_dtype(rows))
 
 
 if native.module is not None:
@@ -122,9 +119,5 @@ if native.module is not None:
         )
         return *of_views, None, None, None
 
-    def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        refuse_second_derivative("nt_xent", *grads)
-        return (None,) * 4
-
     torch.library.register_autograd("fedkernels::nt_xent", _backward, setup_context=_setup_context)
-    torch.library.register_autograd("fedkernels::nt_xent_gradients", _refuse_second_derivative)
+    register_no_derivative("nt_xent_gradients", "nt_xent")

@@ -5,9 +5,8 @@ from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, Method, name_of_group
-from fedkernels.distributed._scale import scale_tensor
 from fedkernels.internal import checks
-from fedkernels.reference._precision import compute_dtype
+from fedkernels.internal.contrastive import scalar
 
 
 def clip_loss(
@@ -56,7 +55,7 @@ def clip_loss(
     if text.shape != image.shape:
         raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
     checks.same_device(image=image, text=text)
-    scale = scale_tensor("logit_scale", logit_scale, image, compute_dtype(image, text))
+    scale = scalar(checks.positive_number_or_tensor("logit_scale", logit_scale, image.device), image)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
     name = name_of_group(group)

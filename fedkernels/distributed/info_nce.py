@@ -5,10 +5,8 @@ from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, Method, name_of_group
-from fedkernels.distributed._scale import scale_tensor
 from fedkernels.internal import checks
-from fedkernels.internal.contrastive import with_negatives
-from fedkernels.reference._precision import compute_dtype
+from fedkernels.internal.contrastive import scalar, with_negatives
 
 
 def info_nce(
@@ -60,7 +58,7 @@ def info_nce(
         if key.shape[0] < query.shape[0]:  # else negatives would be taken for positives
             raise ValueError(f"key must have at least the B = {query.shape[0]} rows of query, got {key.shape[0]}")
         key = with_negatives(query, key, negatives)
-    temperature = scale_tensor("temperature", temperature, query, compute_dtype(query, key))
+    temperature = scalar(checks.positive_number_or_tensor("temperature", temperature, query.device), query)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
     return distributed_loss(query, key, 1 / temperature, "info_nce", method, name_of_group(group), reduction)

@@ -6,9 +6,8 @@ from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, Method, name_of_group
-from fedkernels.distributed._scale import scale_tensor
 from fedkernels.internal import checks
-from fedkernels.reference._precision import compute_dtype
+from fedkernels.internal.contrastive import scalar
 
 
 def nt_xent(
@@ -53,7 +52,7 @@ def nt_xent(
     if view2.shape != view1.shape:
         raise ValueError(f"view2 must have the shape {list(view1.shape)} of view1, got {list(view2.shape)}")
     checks.same_device(view1=view1, view2=view2)
-    temperature = scale_tensor("temperature", temperature, view1, compute_dtype(view1, view2))
+    temperature = scalar(checks.positive_number_or_tensor("temperature", temperature, view1.device), view1)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
     rows = torch.cat([view1, view2])

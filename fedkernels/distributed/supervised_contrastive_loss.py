@@ -5,9 +5,8 @@ from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, Method, name_of_group
-from fedkernels.distributed._scale import scale_tensor
 from fedkernels.internal import checks
-from fedkernels.reference._precision import compute_dtype
+from fedkernels.internal.contrastive import scalar
 
 
 def supervised_contrastive_loss(
@@ -52,7 +51,7 @@ def supervised_contrastive_loss(
     checks.not_empty("features", features, (1,), "d")
     checks.integers("labels", labels, (features.shape[0],), "[B]")
     checks.same_device(features=features, labels=labels)
-    temperature = scale_tensor("temperature", temperature, features, compute_dtype(features))
+    temperature = scalar(checks.positive_number_or_tensor("temperature", temperature, features.device), features)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
     options = "supervised_contrastive_loss", method, name_of_group(group), reduction, labels

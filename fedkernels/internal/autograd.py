@@ -64,3 +64,13 @@ def refuse_second_derivative(name: str, *grads: Tensor | None) -> None:
             f"the compiled {name} has no second derivative; its reference has one: set FEDKERNELS_NATIVE=0 in the "
             "environment"
         )
+
+
+def register_no_derivative(operator: str, name: str) -> None:
+    """Makes `operator`, which forms the gradients of the compiled `name`, refuse a derivative of its own."""
+
+    def refuse(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        refuse_second_derivative(name, *grads)
+        return (None,) * len(ctx.needs_input_grad)
+
+    torch.library.register_autograd(f"fedkernels::{operator}", refuse)

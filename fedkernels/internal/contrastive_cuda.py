@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._reduce import reduce
 
 # Of a tile's logits. Large tiles are faster, though they do not stay in the second-level cache: see csrc/README.md.
 # Where no gradient is formed with the loss (`recompute`, which is asked for to save memory), half of that cache.
@@ -324,12 +325,6 @@ def in_units(weights: Tensor) -> tuple[Tensor, Tensor]:
     return weights / unit, unit
 
 
-def _reduced(losses: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
-    losses = losses.double()
-    value = losses.mean() if reduction == "mean" else losses.sum() if reduction == "sum" else losses
-    return value.to(dtype)
-
-
 def in_one(query: Tensor, key: Tensor) -> bool:
     """Does the kernel that forms its products itself serve? It is for the query's gradient alone."""
     width = query.shape[1]
@@ -363,7 +358,7 @@ def info_nce(
         rows = (_padded(one) for one in (query, key))
         losses, of_query = _ops.contrastive_in_one(*rows, temperature, query_gradient)
         of_query = of_query[:, : query.shape[1]].contiguous() if query_gradient else of_query.new_empty(0)
-        return _reduced(losses, reduction, dtype), of_query, key.new_empty(0, dtype=dtype)
+        return reduce(losses.double(), reduction).to(dtype), of_query, key.new_empty(0, dtype=dtype)
     of_query, of_key = (
         one.new_empty(one.shape if wanted else 0, dtype=dtype)
         for one, wanted in ((query, query_gradient), (key, key_gradient))
@@ -378,7 +373,7 @@ def info_nce(
             _gradients(pairs, given, *wanted, fresh=results)
         else:
             _add_sums(pairs, results)
-    return _reduced(results.rows - results.of_positives, reduction, dtype), of_query, of_key
+    return reduce(results.rows - results.of_positives, reduction).to(dtype), of_query, of_key
 
 
 def info_nce_gradients(
@@ -419,7 +414,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float, reduction: str, gr
         if gradient:
             given = _Given(results.rows, results.rows, constants=(1.0, 1.0, -2.0))
             _gradients(pairs, given, of_rows, None)
-    return _reduced(results.rows - results.of_positives, reduction, dtype), of_rows
+    return reduce(results.rows - results.of_positives, reduction).to(dtype), of_rows
 
 
 def nt_xent_gradients(view1: Tensor, view2: Tensor, temperature: float, weights: Tensor) -> Tensor:

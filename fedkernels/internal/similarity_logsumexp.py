@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedkernels.internal import native
-from fedkernels.internal.autograd import keep_missing_as_none, refuse_second_derivative
+from fedkernels.internal.autograd import keep_missing_as_none, register_no_derivative
 from fedkernels.internal.contrastive import operator as operator_of
 from fedkernels.internal.contrastive import scalar, scaled_rows
 from fedkernels.internal.contrastive_cuda import inner_product
@@ -167,14 +167,6 @@ if native.module is not None:
         )
         return of_query, of_key, *(None,) * 5, *(of_scale for _ in scale)
 
-    def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        refuse_second_derivative("similarity_logsumexp", *grads)
-        return (None,) * ctx.arguments
-
-    def _count(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.arguments = len(inputs)
-
-    for _prefix in ("", "scaled_"):
-        _name = f"fedkernels::{_prefix}similarity_logsumexp"
-        torch.library.register_autograd(_name, _backward, setup_context=_setup_context)
-        torch.library.register_autograd(f"{_name}_gradients", _refuse_second_derivative, setup_context=_count)
+    for _name in ("similarity_logsumexp", "scaled_similarity_logsumexp"):
+        torch.library.register_autograd(f"fedkernels::{_name}", _backward, setup_context=_setup_context)
+        register_no_derivative(f"{_name}_gradients", "similarity_logsumexp")

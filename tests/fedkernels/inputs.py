@@ -33,6 +33,10 @@ def pairs(rows: int, columns: int, more: int, seed: int) -> list[Tensor]:
     return queries_and_keys(rows, columns, 0, seed)
 
 
+def rows_and_directions(rows: int, columns: int, more: int, seed: int) -> list[Tensor]:
+    return [rows_of(rows, columns, seed), randn(columns, 3, seed=seed + 1)]
+
+
 def with_negatives(rows: int, columns: int, more: int, seed: int) -> list[Tensor]:
     """Queries, as many keys, and further keys."""
     return [*pairs(rows, columns, more, seed), rows_of(max(more, 1), columns, seed + 2)]

@@ -490,7 +490,19 @@ OF_SERVER_AND_CLIENTS = {
     ),
 }
 
-OPERATORS = OF_CONTRASTIVE | OF_SIMILARITIES | OF_PLANS | OF_SERVER_AND_CLIENTS
+OF_SIGREG = {
+    "sigreg": Operator(
+        {"rows": R, "directions": R[:3, :2], "points": 17, "limit": Scalar(5.0)},
+        {"": Path(of("sigreg"), kinds.rows_and_directions, fixed=(1,), certified="test_sigreg.py compares")},
+        [
+            ({"directions": R}, "directions must have the d = 3 columns of rows as rows, got 4"),
+            ({"rows": R[:0]}, "rows must not be empty in B, got shape [0, 3]"),
+            ({"directions": R[:3, :0]}, "directions must not be empty in d or S, got shape [3, 0]"),
+            ({"points": 16}, "points must be odd and at least 3, got 16"),
+        ],
+    )
+}
+OPERATORS = OF_SIGREG | OF_CONTRASTIVE | OF_SIMILARITIES | OF_PLANS | OF_SERVER_AND_CLIENTS
 # What else is public, and is no operator.
 OTHERS = {
     "CKAAccumulator": "a state: test_accumulate_cka.py",
@@ -504,7 +516,6 @@ OTHERS = {
     "ViewParameters": "what view_parameters returns",
     "build_info": "tells what is compiled",
     "self_test": "tests the others",
-    "sigreg": "plain PyTorch, without a compiled operator: test_sigreg.py",
 }
 PATHS = {f"{name}, {path}" if path else name: one for name in OPERATORS for path, one in OPERATORS[name].paths.items()}
 DIFFERENTIABLE = [name for name, path in PATHS.items() if not path.no_gradient and name != "unbalanced_ot_plan"]

@@ -170,9 +170,8 @@ def test_without_positives_the_supervised_loss_and_its_gradient_are_0(rows):
     assert not torch.autograd.grad(loss, features)[0].any()
 
 
-@pytest.mark.parametrize("rows", [8, 9])
-def test_a_row_ten_thousand_times_as_long_as_its_positives_in_float32(rows):
-    features, labels = randn(rows, 16), torch.arange(rows) // 2
+def test_a_row_ten_thousand_times_as_long_as_its_positives_in_float32():
+    features, labels = randn(9, 16), torch.arange(9) // 2
     features[0] *= 1e4
     found, truth = (
         value_and_gradients(lambda z: supervised_contrastive_loss(z, labels, 1.0, "none"), [z.requires_grad_()])

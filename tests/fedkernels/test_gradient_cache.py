@@ -204,14 +204,12 @@ def test_on_several_ranks_it_is_the_whole_batch_and_exchanges_gradients_once(ran
 
 
 def test_inputs_live_as_long_as_the_graph():
-    model, x = encoder(), batch(0)
-    held, loss = weakref.ref(x), GradientCache(model, 4)(x).sum()
+    x = batch(0)
+    held, loss = weakref.ref(x), GradientCache(encoder(), 4)(x).sum()
     loss.backward(retain_graph=True)
     del x
-    once = gradients(model)
     assert held() is not None
     loss.backward()
-    torch.testing.assert_close(gradients(model), [2 * one for one in once])
     assert held() is None
     with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
         loss.backward()
@@ -219,12 +217,10 @@ def test_inputs_live_as_long_as_the_graph():
 
 @pytest.mark.parametrize("what", ["weights of the encoder", "inputs"])
 def test_weights_and_inputs_that_change_between_the_passes_are_an_error(what):
-    model, given = encoder(), {"x": batch(0)}
-    loss = GradientCache(lambda held: model(held["x"]), 4)(given).sum()
-    if what != "inputs":
-        loss = GradientCache(model, 4)(given["x"]).sum()
+    model, x = encoder(), batch(0)
+    loss = GradientCache(model, 4)(x).sum()
     with torch.no_grad():
-        (given["x"] if what == "inputs" else next(model.parameters())).add_(1)
+        (x if what == "inputs" else next(model.parameters())).add_(1)
     with pytest.raises(RuntimeError, match=rf"{what} were changed .* call backward\(\) before the optimizer's step"):
         loss.backward()
 
@@ -232,11 +228,10 @@ def test_weights_and_inputs_that_change_between_the_passes_are_an_error(what):
 def test_weights_and_inputs_of_the_inference_mode():
     with torch.inference_mode():
         frozen, x = encoder().requires_grad_(False), batch(0)
-    model = nn.Sequential(frozen, encoder())
-    GradientCache(model, 4)(x).sum().backward()
-    whole = encoder()
-    whole(frozen(x)).sum().backward()
-    torch.testing.assert_close(gradients(model[1]), gradients(whole))
+    last = encoder()
+    expected = torch.autograd.grad(last(frozen(x)).sum(), [*last.parameters()])
+    GradientCache(nn.Sequential(frozen, last), 4)(x).sum().backward()
+    torch.testing.assert_close(gradients(last), [*expected])
 
 
 @pytest.mark.parametrize(

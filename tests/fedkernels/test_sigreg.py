@@ -5,11 +5,9 @@ import sys
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from fedkernels import sigreg
 from fedkernels.reference.sigreg import sigreg as reference
-from tests.fedkernels.test_contexts import assert_exports
 from tests.fedkernels.test_cuda import randn
 
 
@@ -45,39 +43,8 @@ def test_halves_are_widened(dtype):
 def test_integral_of_one_point_is_known():
     """All rows 0: phi = 1, and B * integral (1 - g)^2 g dt with g = exp(-t^2 / 2), which is a sum of Gaussians'."""
     exact = 20 * math.sqrt(2 * math.pi) * (1 - 2 / math.sqrt(2) + 1 / math.sqrt(3))
-    assert float(sigreg(torch.zeros(20, 4), randn(4, 3).float(), points=65, limit=9.0)) == pytest.approx(
-        exact, rel=1e-5
-    )
-
-
-def test_autocast_changes_nothing():
-    rows, directions = randn(30, 5).float(), randn(5, 4, seed=1).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = with_gradient(sigreg, rows, directions)
-    assert all(map(torch.equal, found, with_gradient(sigreg, rows, directions)))
-
-
-def test_is_compiled_as_one_graph():
-    rows, directions = randn(30, 5).float(), randn(5, 4, seed=1).float()
-    compiled = torch.compile(sigreg, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(with_gradient(compiled, rows, directions), with_gradient(sigreg, rows, directions))
-
-
-def test_transforms_forward_mode_and_export():
-    rows, directions = randn(11, 5), randn(5, 4, seed=1)
-    value, gradient = with_gradient(sigreg, rows, directions)
-
-    def total(rows):
-        return sigreg(rows, directions)
-
-    torch.testing.assert_close(torch.func.grad(total)(rows), gradient)
-    torch.testing.assert_close(torch.func.vmap(total)(rows[None]), value[None])
-    torch.testing.assert_close(torch.func.jvp(total, (rows,), (rows,)), (value, (gradient * rows).sum()))
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(total(forward_ad.make_dual(rows, rows))).tangent
-    torch.testing.assert_close(tangent, (gradient * rows).sum())
-    assert not torch.func.grad(sigreg, argnums=1)(rows, directions).any()
-    assert_exports(sigreg, lambda n: [randn(n, 5, seed=n), directions])
+    value = sigreg(torch.zeros(20, 4), randn(4, 3).float(), points=65, limit=9.0)
+    assert value.item() == pytest.approx(exact, rel=1e-5)
 
 
 @pytest.mark.parametrize("factor", [1e-40, 1e-20, 1e30])
@@ -92,20 +59,3 @@ def test_nan_comes_out():
     rows = torch.ones(4, 3)
     rows[2, 1] = torch.nan
     assert sigreg(rows, torch.ones(3, 2)).isnan()
-
-
-@pytest.mark.parametrize(
-    ("rows", "directions", "options", "error", "message"),
-    [
-        ((4, 3), (3,), {}, ValueError, r"directions must have shape \[d, S\]"),
-        ((4, 3), (2, 5), {}, ValueError, "d = 3 columns of rows as rows, got 2"),
-        ((0, 3), (3, 5), {}, ValueError, "rows must not be empty in B"),
-        ((4, 3), (3, 0), {}, ValueError, "directions must not be empty"),
-        ((4, 3), (3, 5), {"points": 16}, ValueError, "points must be odd"),
-        ((4, 3), (3, 5), {"points": 2.5}, TypeError, "points must be an integer"),
-        ((4, 3), (3, 5), {"limit": 0}, ValueError, "limit must be positive"),
-    ],
-)
-def test_wrong_arguments(rows, directions, options, error, message):
-    with pytest.raises(error, match=message):
-        sigreg(torch.ones(rows), torch.ones(directions), **options)

@@ -354,7 +354,7 @@ def cos_sim(a: Tensor, b: Tensor) -> Tensor:
     [
         ([{"input_ids": torch.ones(2, 3)}], {}, "sentence_features must hold anchors and positives at least, got 1"),
         ([{"task": "query"}] * 2, {}, "each column of sentence_features must hold a tensor"),
-        ([{"input_ids": torch.ones(0, 3).long(), "attention_mask": torch.ones(0, 3)}] * 2, {}, "query must not be empty"),
+        ([dict.fromkeys(("input_ids", "attention_mask"), torch.ones(0, 3).long())] * 2, {}, "query must not be empty"),
         ([bag(0), bag(1)], {"mini_batch_num_tokens": 5}, "mini_batch_num_tokens needs attention_mask or cu_seq_lens_q"),
     ],
 )
