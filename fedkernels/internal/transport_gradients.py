@@ -19,7 +19,8 @@ class PlanGradient(torch.autograd.Function):
         tau_a (dplan 1)_i + tau_b (dplan' 1)_j = tau_a da_i + tau_b db_j - dcost_ij
 
     which is a symmetric system K dplan = right side. With a gradient g of the plan and z = K^-1 g, the gradient in cost
-    is -z, in a tau_a z 1 and in b tau_b z' 1.
+    is -z, in a tau_a z 1 and in b tau_b z' 1. These two are numbers that the solution of the system finds by itself. As
+    sums of z they would cancel out where tau_a and tau_b are far apart.
     """
 
     generate_vmap_rule = True
@@ -45,9 +46,8 @@ class PlanGradient(torch.autograd.Function):
         positive = _positive(plan.double(), cost.double(), u, v, ctx.tau_a, ctx.tau_b)
         if torch.is_grad_enabled():
             positive = FirstOrderOnly.apply(positive, link)
-        z = _solve(positive, grad.double(), ctx.tau_a, ctx.tau_b)
-        grads = -z, ctx.tau_a * z.sum(-1), ctx.tau_b * z.sum(-2)
-        of_inputs = (each.to(dtype) for each, dtype in zip(grads, ctx.dtypes, strict=True))
+        of_rows, of_columns, z = _solve(positive, grad.double(), ctx.tau_a, ctx.tau_b)
+        of_inputs = (each.to(dtype) for each, dtype in zip((-z, of_rows, of_columns), ctx.dtypes, strict=True))
         return (None, None, None, *of_inputs, None, None, None)
 
 
@@ -63,12 +63,12 @@ def _positive(plan: Tensor, cost: Tensor, u: Tensor, v: Tensor, tau_a: float, ta
     positive = (plan > 0) & (plan * unit >= slack * plan.mean((-2, -1), keepdim=True))
     positive = torch.where(plan.isnan(), torch.nan, positive.double())
     for _ in range(2):  # in tests a third time changes nothing
-        positive = torch.where(plan - _solve(positive, slack, tau_a, tau_b) <= 0, 0, positive)
+        positive = torch.where(plan - _solve(positive, slack, tau_a, tau_b)[2] <= 0, 0, positive)
     return positive
 
 
-def _solve(positive: Tensor, grad: Tensor, tau_a: float, tau_b: float) -> Tensor:
-    """z = K^-1 grad on the positive entries, 0 elsewhere.
+def _solve(positive: Tensor, grad: Tensor, tau_a: float, tau_b: float) -> tuple[Tensor, Tensor, Tensor]:
+    """tau_a z 1, tau_b z' 1 and z = K^-1 grad on the positive entries, 0 elsewhere.
 
     K has a row for each positive entry, but sees them only through row and column sums. So (K + d)^-1, with a small d,
     takes a system with a row for each row and column of the plan. Where the plan is not unique, K is singular. The part
@@ -81,14 +81,16 @@ def _solve(positive: Tensor, grad: Tensor, tau_a: float, tau_b: float) -> Tensor
     lower = torch.cat([positive.mT, torch.diag_embed(of_columns)], -1)
     factor, pivots = torch.linalg.lu_factor(torch.cat([upper, lower], -2))
 
-    def of_sums(entries: Tensor) -> Tensor:
-        """The part of the entries that is a number for each row plus one for each column."""
+    def of_sums(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A number r for each row, one c for each column, and r + c: (K + d) z = entries has r + c = entries - d z."""
         sums = torch.cat([entries.sum(-1), entries.sum(-2)], -1)
         numbers = torch.linalg.lu_solve(factor, pivots, sums[..., None])[..., 0]
-        return positive * (numbers[..., :rows, None] + numbers[..., None, rows:])
+        r, c = numbers[..., :rows], numbers[..., rows:]
+        return r, c, positive * (r[..., :, None] + c[..., None, :])
 
-    seen = of_sums(positive * torch.where(positive == 0, 0, grad))
-    return (seen - of_sums(seen)) / damping
+    seen = of_sums(positive * torch.where(positive == 0, 0, grad))[2]
+    r, c, again = of_sums(seen)
+    return r, c, (seen - again) / damping
 
 
 class FirstOrderOnly(torch.autograd.Function):

@@ -127,6 +127,8 @@ MASK = torch.tensor([True, True, False, True, True, True, False])
         (lambda: problem(7, 5, seed=6), 0.8, 1.3, {"row_mask": MASK}),
         (lambda: spread(20, 15), 100.0, 50.0, {}),
         (lambda: spread(15, 20), 1e4, 1e4, {}),
+        (lambda: problem(7, 5, seed=5, batch=(2,)), 1e8, 1.0, {}),
+        (lambda: problem(7, 5, seed=6), 1.0, 1e8, {"row_mask": MASK}),
     ],
 )
 def test_the_plan_has_its_derivative(case, tau_a, tau_b, options):
