@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fedkernels.internal import checks
-from fedkernels.internal.cka_sums import BLOCK_ROWS, Side, Sums
+from fedkernels.internal.cka_sums import BLOCK_ROWS, Side, Sums, check_device, of_normal_tensors
 from fedkernels.internal.similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference.debiased_cka import rounding_of_products, zero_up_to
@@ -23,7 +23,7 @@ class CKAAccumulator:
     the widths of all together in the first term, and each representation has a ``d^2`` of its own. Use `MinibatchCKA`
     where that is too much. Sums of 1024 rows at a time are formed in the samples' dtype, whatever the sizes of the
     batches, and added up in float64. So it also holds up to 1024 rows that are not in the sums yet. The sums are taken
-    about the means of the first batch, so that large means cost no precision.
+    about the means of the first batch, so that large means cost no precision. Batches may come in inference mode, too.
 
     Source: ``linear_cka(x, y, centered=True)`` and ``debiased_cka(x, y)``. The unbiased HSIC needs the sums of
     ``|x_i|^2 |y_i|^2``, ``|x_i|^2 y_i`` and ``|y_i|^2 x_i`` beyond the products ``x'x``, ``y'y`` and ``x'y``.
@@ -49,6 +49,7 @@ class CKAAccumulator:
         """The number of samples so far."""
         return 0 if self._sums is None else self._sums.count + self._block_rows
 
+    @of_normal_tensors
     def update(self, x: Tensor | Sequence[Tensor], y: Tensor | Sequence[Tensor]) -> None:
         """Adds a batch of L samples. No gradient is kept.
 
@@ -104,6 +105,7 @@ class CKAAccumulator:
                 self._sums.settle()
         return self._sums
 
+    @of_normal_tensors
     def compute(self, debiased: bool = False) -> Tensor:
         """CKA of all samples so far: [] for tensors, [N, M] for lists. More batches may follow.
 
@@ -135,6 +137,7 @@ class CKAAccumulator:
         values = ratio(cross, xx[:, None], yy).to(self._dtype)
         return values if self._of_lists else values[0, 0]
 
+    @of_normal_tensors
     def __add__(self, other: CKAAccumulator) -> CKAAccumulator:
         """The accumulator of both one's samples, say of two workers. Both stay as they are."""
         if not isinstance(other, CKAAccumulator):
@@ -153,6 +156,7 @@ class CKAAccumulator:
                 result._sums = result._sums.plus(sums)
         return result
 
+    @of_normal_tensors
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
         """Makes this the accumulator of all processes' samples, in each of them, by ``torch.distributed``.
 
@@ -181,5 +185,4 @@ def _check_same_layout(sums: Sums, x_widths: list[int], y_widths: list[int], dev
     for name, wanted, widths in (("x", sums.x.widths, x_widths), ("y", sums.y.widths, y_widths)):
         if wanted != widths:
             raise ValueError(f"{name} must have the widths {wanted} of {first}, got {widths}")
-    if device != sums.x.origin.device:
-        raise ValueError(f"x and y must be on the device of {first} ({sums.x.origin.device}), got {device}")
+    check_device(device, sums.x.origin.device, first)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from fedkernels.internal.cka_sums import check_device, of_normal_tensors
 from fedkernels.internal.hsic_pairwise import hsic_pairwise
 from fedkernels.internal.similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
@@ -31,6 +32,7 @@ class MinibatchCKA:
         self._of_lists = False
         self._dtype = torch.float64
 
+    @of_normal_tensors
     def update(self, x: Tensor | Sequence[Tensor], y: Tensor | Sequence[Tensor]) -> None:
         """Adds a batch of L samples. No gradient is kept.
 
@@ -41,7 +43,7 @@ class MinibatchCKA:
 
         Raises:
             TypeError: x or y is not a floating tensor or a list of such.
-            ValueError: L < 4, d = 0, unequal L or devices, or other N or M than in the first batch.
+            ValueError: L < 4, d = 0, unequal L or devices, or other N or M or another device than in the first batch.
         """
         xs, ys = check_batch(x, y)
         rows = len(xs[0])
@@ -50,6 +52,8 @@ class MinibatchCKA:
         if self._hsic is not None and self._hsic[0].shape != (len(xs), len(ys)):
             wanted = " and ".join(map(str, self._hsic[0].shape))
             raise ValueError(f"x and y must hold {wanted} representations as before, got {len(xs)} and {len(ys)}")
+        if self._hsic is not None:
+            check_device(xs[0].device, self._hsic[0].device, "the first batch")
         with torch.no_grad(), no_autocast(xs[0]):
             dtype = compute_dtype(*xs, *ys) if self._hsic is None else self._dtype
             batch = hsic_pairwise([x.to(dtype) for x in xs], [y.to(dtype) for y in ys])
@@ -59,6 +63,7 @@ class MinibatchCKA:
         else:
             _add(self._hsic, batch)
 
+    @of_normal_tensors
     def compute(self) -> Tensor:
         """The estimate from all batches so far: [] for tensors, [N, M] for lists, float32 or float64.
 
@@ -70,6 +75,7 @@ class MinibatchCKA:
         values = ratio(cross, xx[:, None], yy).to(self._dtype)
         return values if self._of_lists else values[0, 0]
 
+    @of_normal_tensors
     def __add__(self, other: MinibatchCKA) -> MinibatchCKA:
         """The estimate from both one's batches, say of two workers. Both stay as they are."""
         if not isinstance(other, MinibatchCKA):
@@ -86,9 +92,11 @@ class MinibatchCKA:
                 shapes = [list(hsic[0].shape) for hsic in (result._hsic, one._hsic)]
                 raise ValueError(f"both must be of as many representations, got {shapes[0]} and {shapes[1]}")
             else:
+                check_device(one._hsic[0].device, result._hsic[0].device, "the other accumulator")
                 _add(result._hsic, one._hsic)
         return result
 
+    @of_normal_tensors
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
         """Makes this the estimate from all processes' batches, in each of them. Each must have been given a batch."""
         if self._hsic is None:

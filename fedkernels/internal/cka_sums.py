@@ -12,7 +12,10 @@ Sums are float64; to them products of BLOCK_ROWS rows or fewer are added, which 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +23,23 @@ from torch import Tensor
 from fedkernels.internal.add_products import add_products
 
 BLOCK_ROWS = 1024  # long enough for the full speed of a product, short enough for float32
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def of_normal_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Runs it outside of inference mode, whose tensors could not be added to afterwards."""
+
+    @wraps(method)
+    def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return outside
+
+
+def check_device(device: torch.device, wanted: torch.device, of: str) -> None:
+    if device != wanted:
+        raise ValueError(f"x and y must be on the device of {of} ({wanted}), got {device}")
 
 
 @dataclass

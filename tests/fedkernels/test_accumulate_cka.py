@@ -287,6 +287,23 @@ def test_inputs_with_gradients_and_autocast(make):
     assert not value.requires_grad
 
 
+@BOTH
+def test_batches_in_inference_mode_and_outside(make):
+    x, y = wide_pair()
+    value, other = make(), make()
+    with torch.inference_mode():
+        value.update(2 * x[:300] / 2, y[:300])
+        other.update(x[1500:], y[1500:])
+        value.compute()
+    value.update(x[300:1500], y[300:1500])
+    with torch.inference_mode():
+        joined = value + other
+    joined.update(x[:300], y[:300])
+    torch.testing.assert_close(
+        joined.compute(), accumulated(*(torch.cat([z, z[:300]]) for z in (x, y)), make, (300, 1200, 1000, 300)).compute()
+    )
+
+
 @pytest.mark.parametrize(("make", "fullgraph"), [(CKAAccumulator, False), (MinibatchCKA, True)])
 def test_compiled_it_gives_the_same(make, fullgraph):
     """CKAAccumulator writes rows of a block in place, where torch.compile breaks its graph."""
@@ -319,6 +336,7 @@ def started(make=CKAAccumulator):
         (lambda: started().update(X, X[:, :2]), ValueError, r"y must have the widths \[3\] of the .*, got \[2\]"),
         (lambda: started().update([X, X], [X]), ValueError, r"x must have the widths \[3\] of the .*, got \[3, 3\]"),
         (lambda: started().update(X.to("meta"), X.to("meta")), ValueError, "device of the first batch"),
+        (lambda: started(MinibatchCKA).update(X.to("meta"), X.to("meta")), ValueError, "device of the first batch"),
         (lambda: started().update(X, [X]), TypeError, "x must be a list of tensors"),
         (lambda: started().update(X[:0], X[:0]), ValueError, "x must not be empty"),
         (lambda: started().compute(1), TypeError, "debiased must be True or False, got int"),
