@@ -20,7 +20,7 @@ from fedkernels.minibatch_cka import MinibatchCKA
 ESTIMATORS = ("minibatch", "exact", "exact_debiased")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one truth of their equality
 class Comparison:
     """The similarity of the layers of two networks."""
 
