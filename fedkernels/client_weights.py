@@ -48,7 +48,7 @@ def client_weights(gram: Tensor, *, lower_bounds: Tensor | float | None = None, 
         TypeError: gram is not a floating tensor, tol not a number, or lower_bounds neither a tensor nor a number.
         ValueError: K = 0, not square, not finite, not symmetric, not a Gram matrix (``G_kk < 0`` or
             ``G_ij^2 > G_ii G_jj``; beyond rounding in each case), tol out of range; a lower bound that is negative or
-            NaN, or lower bounds with a sum above 1.
+            not finite, or lower bounds with a sum above 1.
     """
     checks.floating("gram", gram, at_least=2, layout="[..., K, K]")
     checks.not_empty("gram", gram, (-2, -1), "K")
@@ -73,32 +73,25 @@ def _bounded(gram: Tensor, bounds: Tensor, tol: float) -> Tensor:
     square = (bounds * with_bounds).sum(-1)[..., None, None]
     cross = rest * with_bounds
     shifted = rest[..., None].square() * wide + cross[..., :, None] + cross[..., None, :] + square
-    weights = bounds + rest * client_weights(shifted, tol=tol)
-    return weights.to(compute_dtype(gram))
+    if checks.has_values(gram):
+        _check_gram(gram)
+        weights = client_weights(shifted, tol=tol)
+    else:  # gram is solved for beside it, for its checks: it may be invalid where the shifted matrix is not
+        of_gram, weights = client_weights(torch.stack([wide, shifted]), tol=tol)
+        weights = weights + 0 * of_gram
+    return (bounds + rest * weights).to(compute_dtype(gram))
 
 
 def _bounds(lower_bounds: Tensor | float, gram: Tensor) -> Tensor:
     """The lower bounds as float64 [..., K], checked where the data can be seen."""
-    clients = gram.shape[-1]
     if not isinstance(lower_bounds, Tensor):
-        bound = float(checks.number("lower_bounds", lower_bounds, "a torch.Tensor or a Python number"))
-        _check_bounds(bound, clients * bound)
+        bound = checks.finite("lower_bounds", lower_bounds, "a torch.Tensor or a Python number")
+        _check_bounds(bound, gram.shape[-1] * bound)
         return gram.new_full(gram.shape[:-1], bound, dtype=torch.float64)
     checks.floating("lower_bounds", lower_bounds)
     checks.same_device(gram=gram, lower_bounds=lower_bounds)
     wanted = list(gram.shape[:-1])
-    if lower_bounds.ndim == 0 or lower_bounds.shape[-1] != clients:
-        raise ValueError(
-            f"lower_bounds must be a number or have shape [..., {clients}] for gram of shape {list(gram.shape)}, "
-            f"got {list(lower_bounds.shape)}"
-        )
-    try:
-        bounds = lower_bounds.double().expand(wanted)
-    except RuntimeError:
-        raise ValueError(
-            f"lower_bounds must broadcast to {wanted} for gram of shape {list(gram.shape)}, "
-            f"got {list(lower_bounds.shape)}"
-        ) from None
+    bounds = checks.expanded("lower_bounds", lower_bounds.double(), wanted, "gram", gram, "be a number or have")
     if torch.compiler.is_compiling() or is_transformed() or is_without_data(bounds):
         return bounds
     if bounds.is_cuda:  # the host does not wait for the values

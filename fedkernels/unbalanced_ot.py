@@ -282,17 +282,7 @@ def _masses(name: str, masses: Tensor | float, cost: Tensor, dim: int) -> Tensor
     checks.floating(name, masses)
     checks.same_device(**{"cost": cost, name: masses})
     # A tensor with one mass instead of a row of masses is probably a mistake; a number is accepted.
-    if masses.ndim == 0 or masses.shape[-1] != wanted[-1]:
-        raise ValueError(
-            f"{name} must be a number or have shape [..., {wanted[-1]}] for cost of shape {list(cost.shape)}, "
-            f"got {list(masses.shape)}"
-        )
-    try:
-        return masses.expand(wanted)
-    except RuntimeError:
-        raise ValueError(
-            f"{name} must broadcast to {wanted} for cost of shape {list(cost.shape)}, got {list(masses.shape)}"
-        ) from None
+    return checks.expanded(name, masses, wanted, "cost", cost, "be a number or have")
 
 
 def _mask(name: str, mask: Tensor, masses: Tensor, cost: Tensor) -> Tensor:
@@ -302,14 +292,4 @@ def _mask(name: str, mask: Tensor, masses: Tensor, cost: Tensor) -> Tensor:
         raise TypeError(f"{name} must be a bool tensor or None, got dtype {mask.dtype}")
     checks.dense(name, mask)
     checks.same_device(**{"cost": cost, name: mask})
-    wanted = list(masses.shape)
-    if mask.ndim == 0 or mask.shape[-1] != wanted[-1]:
-        raise ValueError(
-            f"{name} must have shape [..., {wanted[-1]}] for cost of shape {list(cost.shape)}, got {list(mask.shape)}"
-        )
-    try:
-        return mask.expand(wanted)
-    except RuntimeError:
-        raise ValueError(
-            f"{name} must broadcast to {wanted} for cost of shape {list(cost.shape)}, got {list(mask.shape)}"
-        ) from None
+    return checks.expanded(name, mask, list(masses.shape), "cost", cost)

@@ -62,6 +62,18 @@ def same_device(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be on the device of {first} ({reference.device}), got {tensor.device}")
 
 
+def expanded(name: str, tensor: Tensor, wanted: list[int], of: str, whole: Tensor, may: str = "have") -> Tensor:
+    """`tensor` broadcast to `wanted`, whose last size it must have itself; `of` is the name of `whole`."""
+    if tensor.ndim == 0 or tensor.shape[-1] != wanted[-1]:
+        expected = f"{may} shape [..., {wanted[-1]}]"
+    else:
+        try:
+            return tensor.expand(wanted)
+        except RuntimeError:
+            expected = f"broadcast to {wanted}"
+    raise ValueError(f"{name} must {expected} for {of} of shape {list(whole.shape)}, got {list(tensor.shape)}")
+
+
 def positive(name: str, value: object, expected: str = "a Python number") -> float:
     """`value` is a positive, finite number."""
     checked = number(name, value, expected)

@@ -445,7 +445,7 @@ OF_SERVER_AND_CLIENTS = {
             ({"lower_bounds": torch.ones(2)}, "lower_bounds must be a number or have shape [..., 4]"),
             ({"lower_bounds": torch.zeros(5, 4)}, "lower_bounds must broadcast to [4]"),
             ({"lower_bounds": -0.1}, "lower_bounds must not be negative or NaN, got -0.1"),
-            ({"lower_bounds": torch.nan}, "lower_bounds must not be negative or NaN, got nan"),
+            ({"lower_bounds": torch.nan}, "lower_bounds must be finite, got nan"),
             ({"lower_bounds": 0.5}, "lower_bounds must have a sum of at most 1, got 2"),
         ],
     ),

@@ -159,11 +159,13 @@ def broken(i, j, value):
         (broken(0, 1, 0.5), "gram must be symmetric"),
         (broken(1, 1, -1.0), "gram must be positive semi-definite, got -1"),
         (torch.eye(2).flip(0), "gram must be positive semi-definite"),
+        (torch.tensor([[1.0, 9.0], [-9.0, 1.0]]), "gram must be symmetric"),
     ],
 )
-def test_entries_that_are_refused(gram, message):
+@pytest.mark.parametrize("bounded", [None, 0.75, 1.0])  # the sum of lower bounds, which may hide the entries
+def test_entries_that_are_refused(gram, message, bounded):
     with pytest.raises(ValueError, match=message):
-        client_weights(gram)
+        client_weights(gram, lower_bounds=bounded and bounded / gram.shape[-1])
 
 
 @pytest.mark.cpu_only(reason="the weights are NaN")

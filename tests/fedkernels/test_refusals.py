@@ -133,10 +133,9 @@ def test_other_options_are_refused(name, argument, request):
             assert_refused(name, {argument: bad}, f", got {type(bad).__name__}", TypeError)
         assert_equal_calls(name, *({argument: number} for number in (np.uint8(9), np.int64(9), np.array(9), 9)))
         return
-    if good.kind != "vector":
-        infinite = "positive and finite" if good.least is not None else "finite"
-        for bad in (math.nan, math.inf, 10**400, *([0.0, -1.0] if good.least is not None else [])):
-            assert_refused(name, {argument: bad}, f"{argument} must be {infinite}, got ", ValueError)
+    infinite = "positive and finite" if good.least is not None else "finite"
+    for bad in (math.nan, math.inf, 10**400, *([0.0, -1.0] if good.least is not None else [])):
+        assert_refused(name, {argument: bad}, f"{argument} must be {infinite}, got ", ValueError)
     if good.kind == "entry":
         refusals = [
             (torch.ones(2), "must be a number or a tensor of one entry, got shape [2]"),
