@@ -66,7 +66,8 @@ def _check_weights(weights: Tensor | Sequence[float], clients: int, model: Tenso
         if isinstance(weights, str) or not isinstance(weights, Sequence):
             raise TypeError(f"weights must be a tensor [K] or a list of K numbers, got {type(weights).__name__}")
         try:
-            weights = torch.tensor(weights, dtype=torch.float64)
+            numbers = [one if isinstance(one, Tensor) else checks.number("each", one, "a number") for one in weights]
+            weights = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"weights must be a tensor [K] or a list of K numbers, got a list: {error}") from None
     checks.floating("weights", weights, ndim=1, layout="[K]")
@@ -150,13 +151,13 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 def _entries(tensor: Tensor) -> Tensor:
     """The offset of each entry from the first, in entries."""
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = (places[:, None] + torch.arange(size) * stride).flatten()
+        places = (places[:, None] + torch.arange(size, device="cpu") * stride).flatten()
     return places
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     width = tensor.element_size()
     first = tensor.data_ptr() + _entries(tensor) * width
-    return (first[:, None] + torch.arange(width)).flatten()
+    return (first[:, None] + torch.arange(width, device="cpu")).flatten()

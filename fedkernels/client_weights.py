@@ -55,10 +55,9 @@ def client_weights(gram: Tensor, *, lower_bounds: Tensor | float | None = None, 
     if gram.shape[-1] != gram.shape[-2]:
         raise ValueError(f"gram must have shape [..., K, K], got {list(gram.shape)}")
     tol = checks.positive("tol", tol)
-    if lower_bounds is not None:
-        with torch.no_grad():
-            return _bounded(gram, _bounds(lower_bounds, gram), tol)
     with torch.no_grad():
+        if lower_bounds is not None:
+            return _bounded(gram, _bounds(lower_bounds, gram), tol)
         if torch.compiler.is_compiling() or is_transformed() or is_without_data(gram):
             weights: Tensor = torch.ops.fedkernels.client_weights_solve(gram, tol)
             return weights
@@ -98,8 +97,7 @@ def _bounds(lower_bounds: Tensor | float, gram: Tensor) -> Tensor:
         valid = (bounds >= 0).all(-1, keepdim=True) & (bounds.sum(-1, keepdim=True) <= _MOST_IN_SUM)
         return bounds.where(valid, math.nan)
     if bounds.numel():
-        invalid = bounds[~(bounds >= 0)]
-        _check_bounds(float(invalid[0] if len(invalid) else bounds.min()), float(bounds.sum(-1).max()))
+        _check_bounds(float(bounds.min()), float(bounds.sum(-1).max()))  # of NaN the least is NaN
     return bounds
 
 

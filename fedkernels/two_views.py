@@ -78,7 +78,7 @@ def view_parameters(
     Args:
         samples: int64 [n], the images' numbers in their client's data set.
         key: seed of the run, client, round and epoch.
-        height: of the images, in pixels, at least 2.
+        height: of the images, in pixels, at least 2 and below 2^31.
         width: likewise.
         options: strength and probability of each operation.
 
@@ -92,8 +92,8 @@ def view_parameters(
     key = _check_draws(samples, key, options)
     height, width = checks.integer("height", height), checks.integer("width", width)
     for name, side in (("height", height), ("width", width)):
-        if side < 2:
-            raise ValueError(f"{name} must be at least 2, got {side}")
+        if not 2 <= side < 2**31:
+            raise ValueError(f"{name} must be at least 2 and below 2^31, got {checks.short(side)}")
     return _reference.view_parameters(samples, key, height, width, options)
 
 
@@ -102,8 +102,7 @@ def _check(images: Tensor, samples: Tensor, key: ViewKey, options: ViewOptions) 
         raise TypeError(f"images must be a torch.Tensor, got {type(images).__name__}")
     if images.dtype != torch.uint8:
         raise TypeError(f"images must be uint8 with values 0 to 255, got {images.dtype}")
-    if images.layout != torch.strided:
-        raise TypeError(f"images must be a dense tensor, got layout {images.layout}")
+    checks.dense("images", images)
     if images.ndim != 4 or images.shape[1] < 1 or min(images.shape[2:]) < 2:
         raise ValueError(f"images must have shape [n, C, H, W] with sides of at least 2, got {list(images.shape)}")
     key = _check_draws(samples, key, options)
@@ -120,8 +119,7 @@ def _check_draws(samples: Tensor, key: ViewKey, options: ViewOptions) -> ViewKey
         raise TypeError(f"samples must be a torch.Tensor, got {type(samples).__name__}")
     if samples.dtype != torch.int64:
         raise TypeError(f"samples must be int64, got {samples.dtype}")
-    if samples.layout != torch.strided:
-        raise TypeError(f"samples must be a dense tensor, got layout {samples.layout}")
+    checks.dense("samples", samples)
     if samples.ndim != 1:
         raise ValueError(f"samples must have shape [n], got {list(samples.shape)}")
     if not isinstance(key, ViewKey):
@@ -149,13 +147,7 @@ if native.module is not None:
         bfloat16: bool,
         channels_last: bool,
     ) -> tuple[Tensor, Tensor]:
-        first, second = (
-            torch.empty(
-                images.shape,
-                dtype=torch.bfloat16 if bfloat16 else torch.float32,
-                device=images.device,
-                memory_format=torch.channels_last if channels_last else torch.contiguous_format,
-            )
-            for _ in range(2)
-        )
-        return first, second
+        dtype = torch.bfloat16 if bfloat16 else torch.float32
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        first = torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=memory_format)
+        return first, torch.empty_like(first)

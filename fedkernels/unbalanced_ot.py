@@ -286,10 +286,9 @@ def _masses(name: str, masses: Tensor | float, cost: Tensor, dim: int) -> Tensor
 
 
 def _mask(name: str, mask: Tensor, masses: Tensor, cost: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a bool tensor or None, got {type(mask).__name__}")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{name} must be a bool tensor or None, got dtype {mask.dtype}")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a bool tensor or None, got {given}")
     checks.dense(name, mask)
     checks.same_device(**{"cost": cost, name: mask})
     return checks.expanded(name, mask, list(masses.shape), "cost", cost)

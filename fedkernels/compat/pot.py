@@ -70,8 +70,9 @@ def mm_unbalanced(
         TypeError, ValueError: as ``unbalanced_ot``; reg_m requires a gradient, which it does not get.
     """
     _check_form(reg, div)
-    cost = _floating(M, torch.float64)
+    cost = _floating("M", M, torch.float64)
     checks.floating("M", cost, ndim=2, layout="[M, N]")
+    checks.not_empty("M", cost, (0, 1), "M or N")
     rows = _masses("a", a, cost, 0)
     columns = _masses("b", b, cost, 1)
     price_a, price_b = _prices(reg_m)
@@ -136,18 +137,22 @@ def _check_form(reg: float, div: str) -> None:
         raise NotImplementedError("only the problem without regularisation is solved here: leave reg = 0")
 
 
-def _floating(values: Any, dtype: torch.dtype) -> Tensor:
-    """The values as a tensor, in `dtype` where they are a list or integers."""
-    if isinstance(values, (list, tuple)):
-        return torch.as_tensor(values, dtype=dtype)
+def _floating(name: str, values: Any, dtype: torch.dtype) -> Tensor:
+    """The values as a tensor, in `dtype` where they are a list or integers; on the CPU unless they are a tensor."""
+    wanted = dtype if isinstance(values, (list, tuple)) else None
+    device = values.device if isinstance(values, Tensor) else "cpu"
     if hasattr(values, "copy"):  # an array: torch refuses a reversed one, and warns of one that is only to be read
         values = values.copy()
-    tensor = torch.as_tensor(values)
+    try:
+        tensor = torch.as_tensor(values, dtype=wanted, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(values).__name__
+        raise TypeError(f"{name} must be a list, an array or a tensor of numbers, got {kind}: {error}") from None
     return tensor if tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _masses(name: str, masses: Any, cost: Tensor, dim: int) -> Tensor:
-    masses = _floating(masses, cost.dtype).to(cost.device)
+    masses = _floating(name, masses, cost.dtype).to(cost.device)
     if masses.numel() == 0:
         return cost.new_full((cost.shape[dim],), 1 / cost.shape[dim])
     if list(masses.shape) != [cost.shape[dim]]:
@@ -159,7 +164,7 @@ def _prices(reg_m: Any) -> tuple[float, float]:
     parts = reg_m if isinstance(reg_m, (list, tuple)) else [reg_m]
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         raise ValueError("reg_m gets no gradient here: pass numbers, or reg_m.detach()")
-    prices = [price for part in parts for price in torch.as_tensor(part, dtype=torch.float64).flatten().tolist()]
+    prices = [price for part in parts for price in torch.as_tensor(part, dtype=torch.float64, device="cpu").flatten().tolist()]
     if len(prices) not in (1, 2):
         raise ValueError(f"reg_m must be a number or a pair of numbers, got {len(prices)} numbers")
     first, last = prices[0], prices[-1]

@@ -463,6 +463,7 @@ OF_SERVER_AND_CLIENTS = {
             ({"weights": [torch.nan]}, "weights must be finite, got [nan]"),
             ({"weights": [10**400]}, "weights must be a tensor [K] or a list of K numbers"),
             ({"weights": [None]}, "weights must be a tensor [K] or a list of K numbers"),
+            ({"weights": [True]}, "weights must be a tensor [K] or a list of K numbers"),
         ],
     ),
     "two_views": Operator(
@@ -486,7 +487,11 @@ OF_SERVER_AND_CLIENTS = {
                 drawn_for_views, lambda *sizes: kinds.images(*sizes)[1:], no_gradient=OF_IMAGES, certified=TO_THE_BIT
             )
         },
-        [*OF_KEYS, ({"width": 1}, "width must be at least 2, got 1")],
+        [
+            *OF_KEYS,
+            ({"width": 1}, "width must be at least 2 and below 2^31, got 1"),
+            ({"height": 2**32, "width": 2**32}, "height must be at least 2 and below 2^31, got 4294967296"),
+        ],
     ),
 }
 

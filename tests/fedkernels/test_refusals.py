@@ -51,8 +51,7 @@ def refused(name: str, label: str, good: Tensor):
     others = [good.to_sparse(), *([good.to_sparse_csr()] if flat else []), *([good.to_mkldnn()] if floating else [])]
     for other in others:
         yield other, f"{label} must be a dense tensor, got layout {other.layout}"
-    if floating and flat:
-        yield torch.nested.nested_tensor([good, good]), f"{label} must be a dense tensor, got a nested one"
+    yield torch.nested.nested_tensor([good, good]), f"{label} must be a dense tensor, got a nested one"
     if label not in ANYWHERE and name != "view_parameters":
         yield good.to("meta"), " must be on the device of "
     if "params" not in label:  # which may have any shape

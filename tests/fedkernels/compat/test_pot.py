@@ -26,7 +26,8 @@ def test_the_signature_is_pots(name):
 @pytest.mark.parametrize("reg_m", [0.8, (0.8, 1.3), [2.0]])
 def test_equals_pot(reg_m):
     a, b, cost = problem()
-    plan, log = pot.mm_unbalanced(a, b, cost, reg_m, div="l2", log=True)
+    with torch.device("meta"):  # by default, which arrays and lists do not follow
+        plan, log = pot.mm_unbalanced(a, b.tolist(), cost, reg_m, div="l2", log=True)
     truth, pot_log = ot.unbalanced.mm_unbalanced(a, b, cost, reg_m, div="l2", numItermax=40_000, log=True)
     assert isinstance(plan, np.ndarray)
     assert plan.dtype == np.float64
@@ -133,6 +134,10 @@ def test_arrays_of_any_layout():
         ({"div": "l2", "reg_m": [1.0, torch.ones((), requires_grad=True)]}, ValueError, "reg_m gets no gradient here"),
         ({"div": "l2", "stopThr": -1.0}, ValueError, "stopThr must be positive"),
         ({"div": "l2", "a": [1.0]}, ValueError, r"a must have shape \[2\] or be empty, got \[1\]"),
+        ({"div": "l2", "a": None}, TypeError, "a must be a list, an array or a tensor of numbers, got NoneType"),
+        ({"div": "l2", "M": None}, TypeError, "M must be a list, an array or a tensor of numbers, got NoneType"),
+        ({"div": "l2", "M": [[1.0], [2.0, 3.0]]}, TypeError, "M must be a list, .*, got list"),
+        ({"div": "l2", "a": [], "M": np.ones((0, 4))}, ValueError, "M must not be empty in M or N"),
         ({"div": "l2", "M": [1.0, 2.0]}, ValueError, r"M must have shape \[M, N\]"),
     ],
 )
