@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fedkernels.internal import checks
-from fedkernels.internal.cka_sums import BLOCK_ROWS, Side, Sums, check_device, of_normal_tensors
+from fedkernels.internal.cka_sums import BLOCK_ROWS, Side, Sums, of_normal_tensors
 from fedkernels.internal.similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
 from fedkernels.reference.debiased_cka import rounding_of_products, zero_up_to
@@ -185,4 +185,5 @@ def _check_same_layout(sums: Sums, x_widths: list[int], y_widths: list[int], dev
     for name, wanted, widths in (("x", sums.x.widths, x_widths), ("y", sums.y.widths, y_widths)):
         if wanted != widths:
             raise ValueError(f"{name} must have the widths {wanted} of {first}, got {widths}")
-    check_device(device, sums.x.origin.device, first)
+    if device != sums.x.origin.device:
+        raise ValueError(f"x and y must be on the device of {first} ({sums.x.origin.device}), got {device}")

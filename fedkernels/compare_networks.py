@@ -110,10 +110,8 @@ def compare(
             batches += 1
     if batches == 0:
         raise ValueError("loader must give at least one batch, got none")
-    if isinstance(accumulator, CKAAccumulator):
-        matrix = accumulator.compute(debiased=estimator == "exact_debiased")
-    else:
-        matrix = accumulator.compute()
+    debiased = estimator == "exact_debiased"
+    matrix = accumulator.compute(debiased) if isinstance(accumulator, CKAAccumulator) else accumulator.compute()
     return Comparison(matrix.cpu(), names_a, names_b)
 
 

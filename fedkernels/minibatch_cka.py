@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fedkernels.internal.cka_sums import check_device, of_normal_tensors
+from fedkernels.internal import checks
+from fedkernels.internal.cka_sums import of_normal_tensors
 from fedkernels.internal.hsic_pairwise import hsic_pairwise
 from fedkernels.internal.similarity import FEWEST_DEBIASED_ROWS, check_batch
 from fedkernels.reference._precision import compute_dtype, no_autocast
@@ -49,11 +50,8 @@ class MinibatchCKA:
         rows = len(xs[0])
         if rows < FEWEST_DEBIASED_ROWS:
             raise ValueError(f"a batch must have at least {FEWEST_DEBIASED_ROWS} samples, got {rows}")
-        if self._hsic is not None and self._hsic[0].shape != (len(xs), len(ys)):
-            wanted = " and ".join(map(str, self._hsic[0].shape))
-            raise ValueError(f"x and y must hold {wanted} representations as before, got {len(xs)} and {len(ys)}")
         if self._hsic is not None:
-            check_device(xs[0].device, self._hsic[0].device, "the first batch")
+            _check_same_layout(self._hsic[0], (len(xs), len(ys)), xs[0], "the first batch")
         with torch.no_grad(), no_autocast(xs[0]):
             dtype = compute_dtype(*xs, *ys) if self._hsic is None else self._dtype
             batch = hsic_pairwise([x.to(dtype) for x in xs], [y.to(dtype) for y in ys])
@@ -88,11 +86,8 @@ class MinibatchCKA:
                 cross, xx, yy = one._hsic
                 result._hsic = cross.clone(), xx.clone(), yy.clone()
                 result._of_lists, result._dtype = one._of_lists, one._dtype
-            elif result._hsic[0].shape != one._hsic[0].shape:
-                shapes = [list(hsic[0].shape) for hsic in (result._hsic, one._hsic)]
-                raise ValueError(f"both must be of as many representations, got {shapes[0]} and {shapes[1]}")
             else:
-                check_device(one._hsic[0].device, result._hsic[0].device, "the other accumulator")
+                _check_same_layout(result._hsic[0], one._hsic[0].shape, one._hsic[0], "the other accumulator")
                 _add(result._hsic, one._hsic)
         return result
 
@@ -103,6 +98,13 @@ class MinibatchCKA:
             raise ValueError("MinibatchCKA has no samples: call update() in each process before all_reduce()")
         for tensor in self._hsic:
             dist.all_reduce(tensor, group=group)
+
+
+def _check_same_layout(cross: Tensor, counts: tuple[int, ...], x: Tensor, first: str) -> None:
+    if cross.shape != counts:
+        wanted, given = (" and ".join(map(str, sizes)) for sizes in (cross.shape, counts))
+        raise ValueError(f"x and y must hold {wanted} representations as {first}, got {given}")
+    checks.same_device(**{first: cross, "x": x})
 
 
 def _add(total: tuple[Tensor, ...], batch: tuple[Tensor, ...]) -> None:

@@ -60,8 +60,7 @@ def two_views(
     operator = native.operator("two_views", images, samples)
     too_large = images.is_cuda and (max(images.shape[2:]) > _LARGEST_SIDE_ON_CUDA or images.shape[1:].numel() >= 2**31)
     if operator is None or too_large:
-        height, width = images.shape[2:]
-        drawn = _reference.view_parameters(samples, key, height, width, options)
+        drawn = _reference.view_parameters(samples, key, images.shape[2], images.shape[3], options)
         return _reference.two_views(images, drawn, options, dtype, memory_format)
     channels_last = memory_format == torch.channels_last
     views: tuple[Tensor, Tensor] = operator(
@@ -107,8 +106,7 @@ def _check(images: Tensor, samples: Tensor, key: ViewKey, options: ViewOptions) 
         raise ValueError(f"images must have shape [n, C, H, W] with sides of at least 2, got {list(images.shape)}")
     key = _check_draws(samples, key, options)
     if samples.shape[0] != images.shape[0]:
-        wanted, given = images.shape[0], samples.shape[0]
-        raise ValueError(f"samples must have one number for each of the {wanted} images, got {given}")
+        raise ValueError(f"samples must have one number for each of the {len(images)} images, got {len(samples)}")
     checks.same_device(images=images, samples=samples)
     return key
 

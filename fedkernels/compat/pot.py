@@ -164,7 +164,8 @@ def _prices(reg_m: Any) -> tuple[float, float]:
     parts = reg_m if isinstance(reg_m, (list, tuple)) else [reg_m]
     if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
         raise ValueError("reg_m gets no gradient here: pass numbers, or reg_m.detach()")
-    prices = [price for part in parts for price in torch.as_tensor(part, dtype=torch.float64, device="cpu").flatten().tolist()]
+    numbers = (torch.as_tensor(part, dtype=torch.float64, device="cpu").flatten() for part in parts)
+    prices = [price for each in numbers for price in each.tolist()]
     if len(prices) not in (1, 2):
         raise ValueError(f"reg_m must be a number or a pair of numbers, got {len(prices)} numbers")
     first, last = prices[0], prices[-1]

@@ -1,6 +1,5 @@
 """torch_cka's comparison of two models, layer by layer."""
 
-import math
 from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any
@@ -9,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fedkernels.internal.layer_outputs import evaluation_mode, rows, run
+from fedkernels.internal.similarity import FEWEST_DEBIASED_ROWS
+from fedkernels.reference.hsic_pairwise import _grams, _hsic
+from fedkernels.reference.linear_cka import center
 
 __all__ = ["CKA"]
-
-_FEWEST_SAMPLES = 4  # the unbiased estimate divides by N - 3
 
 
 class CKA:
@@ -62,10 +62,11 @@ class CKA:
             for batches in pairs:
                 if any(batch is None for batch in batches):
                     raise ValueError("dataloader2 must have as many batches as dataloader1; one of them ends earlier")
-                first, second = (self._centered_grams(index, batch) for index, batch in enumerate(batches))
-                if first.shape[1] != second.shape[1]:
+                first, second = (self._grams_of(index, batch) for index, batch in enumerate(batches))
+                samples = first.shape[1]
+                if second.shape[1] != samples:
                     raise ValueError("dataloader2 must have batches of the same sizes as dataloader1")
-                terms = [first @ second.T, first.square().sum(1), second.square().sum(1)]
+                terms = [term / (samples * (samples - 3)) for term in _hsic(first, second)]  # N (N - 3) of Eq. 3
                 sums = [total + term for total, term in zip(sums, terms, strict=True)] if sums else terms
         if not sums:
             raise ValueError("dataloader1 must have at least one batch, got none")
@@ -74,21 +75,24 @@ class CKA:
         values = cross / (of_first * of_second).sqrt()
         self.hsic_matrix = values.masked_fill((of_first <= 0) | (of_second <= 0), 0).float().cpu()
 
-    def _centered_grams(self, index: int, batch: Any) -> Tensor:
-        """The layers' centred Gram matrices on a batch, one a row: [layers, N * N] float64."""
+    def _grams_of(self, index: int, batch: Any) -> Tensor:
+        """The layers' Gram matrices on a batch: [layers, N, N] float64. The features may take much more."""
         model, names, argument = self.models[index], self.layers[index], f"model{index + 1}"
         known = dict(model.named_modules(remove_duplicate=False))
         grams: dict[str, Tensor] = {}
 
         def keep(name: str, output: Any) -> None:
-            grams[name] = _centered_gram(rows(output, f"layer {name!r} of {argument}").double()).flatten()
+            features = rows(output, f"layer {name!r} of {argument}").double()
+            if len(features) < FEWEST_DEBIASED_ROWS:
+                raise ValueError(f"a batch must have at least {FEWEST_DEBIASED_ROWS} samples, got {len(features)}")
+            grams[name] = _grams([center(features)])[0]
 
         run(model, batch, self.device, {name: known[name] for name in names}, keep)
         missing = [name for name in names if name not in grams]
         if missing:
             raise ValueError(f"{argument}_layers must be layers that run in the forward pass, got {missing}")
         if len({len(gram) for gram in grams.values()}) > 1:
-            sizes = {name: math.isqrt(len(gram)) for name, gram in grams.items()}
+            sizes = {name: len(gram) for name, gram in grams.items()}
             raise ValueError(f"{argument}_layers must be layers that return one row for each sample, got rows {sizes}")
         return torch.stack([grams[name] for name in names])
 
@@ -123,16 +127,3 @@ def _layers(model: nn.Module, wanted: list[str] | None, argument: str) -> list[s
 def _name_of_data(loader: Any) -> str:
     data = getattr(loader, "dataset", None)
     return type(loader).__name__ if data is None else repr(data).split("\n")[0]
-
-
-def _centered_gram(features: Tensor) -> Tensor:
-    """The U-centred Gram matrix [N, N] of Székely and Rizzo 2014, scaled: its inner products are the unbiased HSIC."""
-    samples = len(features)
-    if samples < _FEWEST_SAMPLES:
-        raise ValueError(f"a batch must have at least {_FEWEST_SAMPLES} samples, got {samples}")
-    features = features - features.mean(0)  # changes nothing but the rounding
-    gram = (features @ features.T).fill_diagonal_(0)
-    means = gram.sum(0) / (samples - 2)
-    means = means - means.sum() / (2 * (samples - 1))
-    centered = (gram - means[:, None] - means[None, :]).fill_diagonal_(0)
-    return centered / math.sqrt(samples * (samples - 3))  # N (N - 3) of Eq. 3

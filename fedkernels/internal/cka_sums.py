@@ -23,7 +23,8 @@ from torch import Tensor
 from fedkernels.internal.add_products import add_products
 
 BLOCK_ROWS = 1024  # long enough for the full speed of a product, short enough for float32
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def of_normal_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -35,11 +36,6 @@ def of_normal_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
             return method(*args, **kwargs)
 
     return outside
-
-
-def check_device(device: torch.device, wanted: torch.device, of: str) -> None:
-    if device != wanted:
-        raise ValueError(f"x and y must be on the device of {of} ({wanted}), got {device}")
 
 
 @dataclass

@@ -299,9 +299,8 @@ def test_batches_in_inference_mode_and_outside(make):
     with torch.inference_mode():
         joined = value + other
     joined.update(x[:300], y[:300])
-    torch.testing.assert_close(
-        joined.compute(), accumulated(*(torch.cat([z, z[:300]]) for z in (x, y)), make, (300, 1200, 1000, 300)).compute()
-    )
+    whole = accumulated(*(torch.cat([z, z[:300]]) for z in (x, y)), make, (300, 1200, 1000, 300))
+    torch.testing.assert_close(joined.compute(), whole.compute())
 
 
 @pytest.mark.parametrize(("make", "fullgraph"), [(CKAAccumulator, False), (MinibatchCKA, True)])
@@ -342,7 +341,7 @@ def started(make=CKAAccumulator):
         (lambda: started().compute(1), TypeError, "debiased must be True or False, got int"),
         (lambda: accumulated(X[:3], X[:3], sizes=(3,)).compute(True), ValueError, "at least 4 samples, got 3"),
         (lambda: started(MinibatchCKA).update(X[:3], X[:3]), ValueError, "a batch must have at least 4 samples, got 3"),
-        (lambda: started(MinibatchCKA).update([X, X], [X]), ValueError, "must hold 1 and 1 representations as before"),
+        (lambda: started(MinibatchCKA).update([X, X], [X]), ValueError, "must hold 1 and 1 representations as the"),
         (lambda: started() + accumulated(X[:, :2], X, sizes=(5,)), ValueError, "of the other accumulator|widths"),
         (lambda: started() + 1, TypeError, "unsupported operand"),
     ],

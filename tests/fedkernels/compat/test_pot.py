@@ -135,7 +135,6 @@ def test_arrays_of_any_layout():
         ({"div": "l2", "stopThr": -1.0}, ValueError, "stopThr must be positive"),
         ({"div": "l2", "a": [1.0]}, ValueError, r"a must have shape \[2\] or be empty, got \[1\]"),
         ({"div": "l2", "a": None}, TypeError, "a must be a list, an array or a tensor of numbers, got NoneType"),
-        ({"div": "l2", "M": None}, TypeError, "M must be a list, an array or a tensor of numbers, got NoneType"),
         ({"div": "l2", "M": [[1.0], [2.0, 3.0]]}, TypeError, "M must be a list, .*, got list"),
         ({"div": "l2", "a": [], "M": np.ones((0, 4))}, ValueError, "M must not be empty in M or N"),
         ({"div": "l2", "M": [1.0, 2.0]}, ValueError, r"M must have shape \[M, N\]"),
