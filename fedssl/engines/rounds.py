@@ -112,7 +112,8 @@ def _no_gain(recipe: Recipe, directory: RunDirectory) -> str | None:
     patience, best, last = recipe.evaluation.patience, directory.checkpoint.best, directory.checkpoint.round
     if patience is None or best is None:
         return None
-    if sum(evaluation_due(recipe, number) for number in range(best.round + 1, last + 1)) < patience:
+    later = {n for n, _, metric, _ in directory.read_metrics() if metric == "view_retrieval" and n > best.round}
+    if len(later) < patience:
         return None
     return (
         f"the run ends after round {last} of {recipe.rounds}: {patience} evaluations found nothing better than round "

@@ -175,6 +175,15 @@ def test_a_run_that_gets_no_better_ends_and_its_best_round_is_exported(kind, tin
         tiny(evaluation={"patience": 1})
 
 
+def test_only_evaluations_that_took_place_try_the_patience(tiny, tmp_path, monkeypatch):
+    measures = lambda federation, model, number: ({"view_retrieval": 9.0 - number}, torch.ones(1))  # noqa: E731
+    monkeypatch.setattr(rounds, "evaluate_after", measures)
+    recipe = tiny(**SAMPLED | {"evaluation": {"every": 2, "patience": 1}}, rounds=6)
+    with pytest.raises(Killed):
+        in_process.run(recipe, tmp_path / "run", KilledIn(4))
+    assert resume(tmp_path / "run", overrides=["evaluation.every=1"]).checkpoint.round == 4
+
+
 def test_of_large_states_one_round_is_kept(tiny, tmp_path, monkeypatch):
     assert [one.round for one in in_process.run(tiny(**ONE), tmp_path / "small").checkpoint.earlier] == [0, 1]
     monkeypatch.setattr(directory, "LARGE", 10_000)
