@@ -74,8 +74,8 @@ class EvaluationOptions(Options):
     linear: LinearOptions = Field(LinearOptions(), description="the linear evaluation after training")
     few_labels: list[Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=list,
-        description="fractions of the labels, of the images that `images` leaves, with which the linear layer is trained "
-        "as well, such as 0.01 and 0.1; each is the mean over five draws",
+        description="fractions of the labels, of the images that `images` leaves, with which the linear layer is "
+        "trained as well, such as 0.01 and 0.1; each is the mean over five draws",
     )
     semi_supervised: list[Annotated[float, Field(gt=0, le=1)]] = Field(
         default_factory=list,
