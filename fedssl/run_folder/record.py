@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import explained
-from ..recipe.overrides import flatten_keys
 from ..untrusted import MOST_BYTES, NAME_PATTERN, parse_yaml, read_regular_file
 from .directory import HISTORY, RunDirectory
 from .storage import read_csv
@@ -134,7 +133,8 @@ def read_run(path: str | Path) -> Run:
         seconds = sum(_from_zero(row["seconds"], "timings.csv") for row in read_csv(path / "timings.csv"))
         history = read_csv(path / HISTORY)
         refused = directory.read_refused()
-        best, patience = directory.checkpoint.best, flatten_keys(recipe).get("evaluation.patience")
+        best, evaluation = directory.checkpoint.best, recipe.get("evaluation")
+        patience = evaluation.get("patience") if isinstance(evaluation, dict) else None
         later = {number for number, _, metric in values if best and number > best.round and metric == "view_retrieval"}
         ended = isinstance(patience, int) and len(later) >= patience
     return Run(path, recipe, values, class_names, class_counts, history, refused, seconds, ended)
