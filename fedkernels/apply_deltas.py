@@ -66,8 +66,9 @@ def _check_weights(weights: Tensor | Sequence[float], clients: int, model: Tenso
         if isinstance(weights, str) or not isinstance(weights, Sequence):
             raise TypeError(f"weights must be a tensor [K] or a list of K numbers, got {type(weights).__name__}")
         try:
-            numbers = [one if isinstance(one, Tensor) else checks.number("each", one, "a number") for one in weights]
-            weights = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            if any(isinstance(one, bool) for one in weights):
+                raise TypeError("each must be a number, got bool")
+            weights = torch.tensor(weights, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(f"weights must be a tensor [K] or a list of K numbers, got a list: {error}") from None
     checks.floating("weights", weights, ndim=1, layout="[K]")

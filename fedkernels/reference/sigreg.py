@@ -21,5 +21,5 @@ def unit(directions: Tensor, dtype: torch.dtype) -> Tensor:
     """The columns with length 1, whatever length above 0 they have; columns of zeros stay. They get no gradient."""
     directions = directions.detach().to(dtype)
     largest = directions.abs().amax(0)
-    power = torch.where(largest > 0, largest / torch.frexp(largest).mantissa, 1)  # of two, by which nothing is rounded
+    power = torch.where(largest > 0, largest / (2 * torch.frexp(largest).mantissa), 1)  # of two: nothing is rounded
     return torch.nn.functional.normalize(directions / power, dim=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ class DataSummary:
     """A data set's training images.
 
     Attributes:
-        images: how many there are, see `left_for_training`; 0 where that is unknown.
+        images: how many there are after data.public_holdout and train_limit; 0 where that is unknown.
         channels: 1 where all are grey, 3 in colour, or another number.
         side: their shorter side in pixels; of image files, the side to which they are brought.
         labelled: whether they have labels.
@@ -67,14 +66,9 @@ def summarise(data: Mapping[str, Any]) -> DataSummary | None:
         if kind != ("folder" if source.image_files else "file"):
             return None
         known = _of_files(path, options) if source.image_files else _of_npz(path, options.channels)
-    return replace(known, images=left_for_training(known.images, options), side=options.image_size or known.side)
-
-
-def left_for_training(images: int, options: DataOptions) -> int:
-    """Return how many of so many training images validation_fraction, public_holdout and train_limit leave."""
-    images -= math.ceil(options.validation_fraction * images)
-    images = max(0, images - options.public_holdout)
-    return min(images, options.train_limit or images)
+    images = max(0, known.images - options.public_holdout)
+    images = min(images, options.train_limit or images)
+    return replace(known, images=images, side=options.image_size or known.side)
 
 
 def _of_npz(path: Path, channels: int | None) -> DataSummary:

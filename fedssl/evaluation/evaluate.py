@@ -17,7 +17,7 @@ from fedkernels import ViewKey
 from ..augmentations.base import Augmentation, draw_views
 from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset, load_dataset
-from ..data.options import SOURCES, DataOptions
+from ..data.options import DataOptions
 from ..data.pixels import in_channels, normalize, resize
 from ..data.stored_images import Images, images_of_rows
 from ..errors import UserError, explained
@@ -316,7 +316,7 @@ def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int)
     refused by a UserError.
     """
     channels, height, width = image_shape
-    size = max(height, width) if height == width or SOURCES[options.name].image_files else None
+    size = width if height == width else None
     dataset = load_dataset(options.model_copy(update={"image_size": options.image_size or size}), seed)
     has_labels = dataset.labelled or dataset.train_targets is not None
     if not has_labels or not len(dataset.test_images):

@@ -96,10 +96,11 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
     if isinstance(network, StagedEncoder):
         depth = recipe.schedule.plan(network.layers, max(number, 1), recipe.seed).depth
         if depth < network.layers:
-            raise UserError(
-                f"client {owner} took part last in round {number}, when the encoder had {depth} of its "
-                f"{network.layers} layers: export the global model, without --client, or another client's"
-            )
+            had = f"the encoder had {depth} of its {network.layers} layers: export"
+            if owner == GLOBAL:
+                raise UserError(f"in round {number}, the best one, {had} the last round's, without --best")
+            last = f"client {owner} took part last in round {number}, when {had} the global model, without --client"
+            raise UserError(f"{last}, or another client's")
     weights = {name.removeprefix(_ENCODER): t for name, t in entries.items() if name.startswith(_ENCODER)}
     with explained(f"the weights in {path} do not fit {architecture}"):
         network.load_state_dict(weights)

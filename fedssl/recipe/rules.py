@@ -244,11 +244,6 @@ def _rules_of_training(recipe: Recipe) -> Iterator[str]:
             f"local_update {recipe.local_update.name} works with a whole model, but schedule "
             f"{recipe.schedule.name} trains a part of it: use replace, or end_to_end"
         )
-    if recipe.schedule.cuts and recipe.evaluation.keeps_best:
-        yield (
-            f"schedule {recipe.schedule.name} ends with a deeper network than the best round may have, so leave "
-            "evaluation.keep_best and evaluation.patience out"
-        )
     if recipe.schedule.cuts and recipe.model.train != "all":
         yield (
             f"schedule {recipe.schedule.name} says itself which layers train, so model.train={recipe.model.train} does "

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..data.datasets import Dataset, load_dataset
 from ..data.files import kind_of, list_files, split_folders
 from ..data.options import SOURCES, DataOptions
-from ..data.summary import left_for_training, summarise
+from ..data.summary import summarise
 from ..engines.durations import format_duration
 from ..engines.pace import SECONDS, measure_pace
 from ..errors import UserError
@@ -156,7 +156,9 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     else:
         size = _counted_files(options)
     shape = size.shape if options.image_size is None else (size.shape[0], options.image_size, options.image_size)
-    labels = torch.arange(left_for_training(size.images, options)) % size.classes
+    count = size.images - math.ceil(options.validation_fraction * size.images) - options.public_holdout
+    count = count if options.train_limit is None else min(count, options.train_limit)
+    labels = torch.arange(max(0, count)) % size.classes
     noise = _noise(len(labels), shape)
     names = tuple(map(str, range(size.classes))) if size.classes > 1 else ()
     return Dataset(options.name, noise, labels, noise[:0], labels[:0], names, None)
@@ -164,7 +166,7 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
 
 def _counted_files(options: DataOptions) -> ExpectedData:
     assert options.path is not None
-    everything = options.model_copy(update={"validation_fraction": 0.0, "public_holdout": 0, "train_limit": None})
+    everything = options.model_copy(update={"public_holdout": 0, "train_limit": None})
     seen = summarise(everything.model_dump(mode="json"))
     assert seen is not None
     folder = expand_home(options.path)

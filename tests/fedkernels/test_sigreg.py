@@ -47,7 +47,7 @@ def test_integral_of_one_point_is_known():
     assert value.item() == pytest.approx(exact, rel=1e-5)
 
 
-@pytest.mark.parametrize("factor", [1e-40, 1e-20, 1e30])
+@pytest.mark.parametrize("factor", [1e-40, 1e-20, 9e37])
 @pytest.mark.parametrize("function", [sigreg, reference])
 def test_the_length_of_a_direction_does_not_count(function, factor):
     rows, directions = randn(11, 5).float(), randn(5, 4, seed=1)

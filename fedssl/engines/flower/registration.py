@@ -157,14 +157,16 @@ class ConnectedClients:
         self.nodes = {k: node for k, node in self.nodes.items() if node in connected}
         self._ask_at = {node: at for node, at in self._ask_at.items() if node in connected}
         self._left_out = {node: reason for node, reason in self._left_out.items() if node in connected}
-        unknown = connected - set(self.nodes.values())
-        self._waiting = {message: node for message, node in self._waiting.items() if node in unknown}
-        due = [node for node in unknown if time.monotonic() >= self._ask_at.get(node, 0.0)]
+        known = set(self.nodes.values())
+        self._waiting = {message: node for message, node in self._waiting.items() if node not in known}
+        due = [node for node in connected - known if time.monotonic() >= self._ask_at.get(node, 0.0)]
         if not due:
             return False
         first_time = any(node not in self._ask_at for node in due)
-        # again, as what was asked is lost with a process that ended; seldom, as a site may take long to read its images
-        self._ask_at |= dict.fromkeys(due, time.monotonic() + max(_ASK_AGAIN_SECONDS, self._options.connect_seconds))
+        # once more, as what was asked is lost with a process that ended; no oftener, as a site may only be slow
+        later = time.monotonic() + max(_ASK_AGAIN_SECONDS, self._options.connect_seconds)
+        asked = set(self._waiting.values())
+        self._ask_at |= {node: float("inf") if node in asked else later for node in due}
         bound = self._read_bound(due)
         contents, expected = {}, ConfigRecord(self._expected.model_dump())
         for node in due:

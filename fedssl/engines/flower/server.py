@@ -54,7 +54,7 @@ from .site import SiteEvaluation, evaluation_fault, split_evaluation
 from .wire import flatten_weights, from_records, on_disk, to_shared_records, unflatten_mean
 
 #: options that may change when a run continues, as no earlier round depends on them
-_CHANGEABLE = tuple(option for option in CHANGEABLE if option.startswith(("flower.", "guard.")))
+_CHANGEABLE = tuple(option for option in CHANGEABLE if option.startswith(("flower.", "guard.", "training.")))
 
 #: times the median client's, from which an answer is told to be slow; of fewer answers than that the median says little
 _SLOW, _ENOUGH = 10.0, 3

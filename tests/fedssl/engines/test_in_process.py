@@ -23,7 +23,7 @@ from fedssl.run_folder.storage import read_csv
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.short_runs import SMALL, contents, metric
 from tests.fedssl.forked_command import start_command
-from tests.fedssl.killed_runs import Killed, KilledIn
+from tests.fedssl.killed_runs import Killed, KilledIn, killed_and_resumed
 
 SMALL_ALIGNED = ALIGNED | SMALL | {"architectures": ["small_convnet"]}
 METHODS = {
@@ -124,6 +124,21 @@ def test_clients_drop_out_with_their_probability_by_their_own_draw(tiny):
     assert share == pytest.approx(0.75, abs=0.03)  # three standard deviations
     # a client's draw does not depend on who else was sampled
     assert all(federation.answering_clients(1, [k]) == [k] * (k in answering[1]) for k in sampled[1])
+
+
+def test_a_run_with_dropout_is_reproducible_and_resumes(tiny, tmp_path):
+    recipe = tiny(**AVERAGED, **MANY | {"clients_per_round": 8}, client_dropout=0.3)
+    stored = run(recipe, tmp_path / "a").client_rounds
+    assert contents(killed_and_resumed(recipe, tmp_path / "b")) == contents(tmp_path / "a")
+    federation, answered = build_federation(recipe), set[int]()
+    for number in (1, 2):
+        sampled = federation.sampled_clients(number)
+        answering = federation.answering_clients(number, sampled)
+        assert 0 < len(answering) < 8
+        answered |= set(answering)
+        assert clients_with(tmp_path / "a", "bytes_up", number) == answering
+        assert clients_with(tmp_path / "a", "bytes_down", number) == sampled
+    assert stored.keys() == answered
 
 
 @pytest.mark.parametrize("kind", [AVERAGED, ALIGNED], ids=["averaged", "aligned"])

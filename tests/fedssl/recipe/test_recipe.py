@@ -21,7 +21,7 @@ from fedssl.recipe.show import describe_values, part_summary
 from fedssl.reports.evaluation import parse_data
 from fedssl.tables.table import load_table
 from fedssl.untrusted import PART_KEYS
-from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL, tiny_values
+from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
 from tests.fedssl.killed_runs import Killed, KilledIn
 from tests.fedssl.recipe.own_part import OWN_PART
 
@@ -130,7 +130,6 @@ def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part
         ({"training": {"batch_size": 64}}, "fewer than training.batch_size 64.*lower the batch size"),
         ({"partition": {"name": "iid", "clients": 120, "min_samples": 1}}, "client 0 has 1 image, fewer than"),
         ({"data": {"name": "npz", "path": "nowhere.npz"}}, "nowhere.npz"),
-        (LW_FEDSSL | {"evaluation": {"every": 1, "keep_best": True}}, "leave evaluation.keep_best and evaluation.pat"),
         ({"partition": {"name": "disjoint_classes", "clients": 11}}, "the data have only 10; lower partition.clients"),
     ],
 )
