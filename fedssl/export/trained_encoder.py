@@ -99,8 +99,8 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
             had = f"the encoder had {depth} of its {network.layers} layers: export"
             if owner == GLOBAL:
                 raise UserError(f"in round {number}, the best one, {had} the last round's, without --best")
-            last = f"client {owner} took part last in round {number}, when {had} the global model, without --client"
-            raise UserError(f"{last}, or another client's")
+            why = f"client {owner} took part last in round {number}, when {had} the global model, without --client"
+            raise UserError(f"{why}, or another client's")
     weights = {name.removeprefix(_ENCODER): t for name, t in entries.items() if name.startswith(_ENCODER)}
     with explained(f"the weights in {path} do not fit {architecture}"):
         network.load_state_dict(weights)
