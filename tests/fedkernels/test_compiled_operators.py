@@ -39,11 +39,12 @@ def problems(n):
     cost, a, b = problem(n // 2, n // 2 + 3, 0, 1)
     sums = [torch.zeros(width, width).double() for width in (n // 2, 9)]
     deltas = randn(min(n, 90), 10 * n)
+    gram, kernel = deltas @ deltas.T, y @ y.T  # once, as torch may round products otherwise with other threads
     batch = x.expand(2, n, 170).contiguous()
     return {
         "add_products": lambda: (randn(n, n // 2 + 9), [n // 2, 9], 1, torch.zeros(n // 2, 9).double(), sums),
         "apply_deltas": lambda: (start, clients, torch.tensor([0.5]).double()),
-        "client_weights": lambda: (deltas @ deltas.T, 1e-8),
+        "client_weights": lambda: (gram, 1e-8),
         "debiased_cka": lambda: (batch, y, True, True),
         "debiased_cka_pairwise": lambda: ([x, z], [y]),
         "delta_gram": lambda: (start, clients + [one + 1 for one in clients]),
@@ -52,7 +53,7 @@ def problems(n):
         "info_nce_gradients": lambda: (rows, more, 0.3, weights[:n].clone(), True, True),
         "linear_cka": lambda: (batch, y, True, True, True),
         "linear_cka_pairwise": lambda: ([x, z], [y], True),
-        "linear_cka_to_kernel": lambda: (batch, y @ y.T, True, True),
+        "linear_cka_to_kernel": lambda: (batch, kernel, True, True),
         "nt_xent": lambda: (rows, more[:n].clone(), 0.3, "sum", True),
         "nt_xent_gradients": lambda: (rows, more[:n].clone(), 0.3, weights),
         "sigmoid_loss": lambda: (rows, more[:n].clone(), True, True),
