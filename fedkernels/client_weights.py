@@ -72,13 +72,9 @@ def _bounded(gram: Tensor, bounds: Tensor, tol: float) -> Tensor:
     square = (bounds * with_bounds).sum(-1)[..., None, None]
     cross = rest * with_bounds
     shifted = rest[..., None].square() * wide + cross[..., :, None] + cross[..., None, :] + square
-    if checks.has_values(gram):
+    if checks.has_values(gram):  # which may be invalid where the shifted matrix is not
         _check_gram(gram)
-        weights = client_weights(shifted, tol=tol)
-    else:  # gram is solved for beside it, for its checks: it may be invalid where the shifted matrix is not
-        of_gram, weights = client_weights(torch.stack([wide, shifted]), tol=tol)
-        weights = weights + 0 * of_gram
-    return (bounds + rest * weights).to(compute_dtype(gram))
+    return (bounds + rest * client_weights(shifted, tol=tol)).to(compute_dtype(gram))
 
 
 def _bounds(lower_bounds: Tensor | float, gram: Tensor) -> Tensor:

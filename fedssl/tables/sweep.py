@@ -84,8 +84,7 @@ def run_sweep(
         note(f"{error}; a trial that failed is not chosen")
     if part == ALL:
         winners = _winners(table, table.sweep, read_results(trials, output / "trials"), trials, note)
-        held_out = any(cell.recipe.data.validation_fraction for cell in table_cells(winners, output, overrides))
-        run_table(winners, output / "winners", [*overrides, *["data.validation_fraction=0"] * held_out], jobs, note)
+        run_table(winners, output / "winners", [*overrides, "data.validation_fraction=0"], jobs, note)
 
 
 def _winners(table: Table, sweep: Sweep, results: Results, trials: Table, note: Note) -> Table:
