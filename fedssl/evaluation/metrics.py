@@ -256,6 +256,17 @@ _ENTRIES = (
         in_tables=False,
         in_bars=False,
     ),
+    Metric(
+        "viewed_images",
+        "images whose views are compared",
+        decimals=0,
+        measure=lambda images: float(len(images.views[0])) if images.views else None,
+        images="all",
+        bounds=(0.0, 1000.0),
+        on_other_data=False,
+        in_tables=False,
+        in_bars=False,
+    ),
     *(
         Metric(name, f"{title} accuracy of raw pixels", "%", on_other_data=False, in_tables=False, in_bars=False)
         for name, title in (("pixel_knn", "kNN"), ("pixel_linear", "linear"))

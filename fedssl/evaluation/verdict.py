@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 # How long training takes, from scratch and from weights: in images seen, within bounds of passes.
 _FROM_SCRATCH, _FROM_WEIGHTS = (1_200_000, 30, 400), (60_000, 3, 30)
 _SHORT = 0.2  # of these passes
-# Two standard errors of a percentage over 1,000 images are at most this.
-_MARGIN = 3.2
+_LEAST_GAIN = 3.2  # points; less says little, however many images are compared
+_USUAL_IMAGES = 1000.0  # of runs from before their number was stored
 # Of the effective rank before; a random network's is high, and encoders that learn digits well come down to two fifths.
 _FEW_DIRECTIONS = 0.25
 
@@ -47,22 +47,28 @@ def verdict(run: Run) -> list[str]:
 
     The figure is `view_retrieval`: of the images' random views, how many are more like another view of the same image
     than like any other image. The encoder must be ahead of what it was before training and of the raw pixels, by more
-    than chance.
+    than chance: by two standard errors of a difference of two percentages, and 3.2 points at least.
     """
     after = run.evaluated("view_retrieval", "after")
     if after is None or not run.finished:
         return []
     found = f"{after:.1f} % of random views find their own image"
-    before, pixels = (run.evaluated(name, "before") for name in ("view_retrieval", "pixel_view_retrieval"))
-    others = {"the encoder before training": before, "raw pixels": pixels}
-    compared = ", ".join(f"by {name} {value:.1f} %" for name, value in others.items() if value is not None)
-    ahead_of = [name for name, value in others.items() if value is not None and after > value + _MARGIN]
-    behind = [name for name, value in others.items() if value is not None and name not in ahead_of]
+    named = (("the encoder before training", "view_retrieval"), ("raw pixels", "pixel_view_retrieval"))
+    others = {name: value for name, metric in named if (value := run.evaluated(metric, "before")) is not None}
+    images = run.evaluated("viewed_images", "after") or _USUAL_IMAGES
+    margins = {
+        name: max(_LEAST_GAIN, 2 * ((after * (100 - after) + value * (100 - value)) / images) ** 0.5)
+        for name, value in others.items()
+    }
+    compared = ", ".join(f"by {name} {value:.1f} %" for name, value in others.items())
+    ahead_of = [name for name, value in others.items() if after > value + margins[name]]
+    behind = [name for name in others if name not in ahead_of]
     sentences = [f"{found} ({compared})." if compared else f"{found}."]
     if behind:
         sentences.append(
             f"This encoder has NOT learned: it is not ahead of {' and '.join(behind)} by more than chance "
-            f"({_MARGIN} points). Train it longer (--minutes), at a lower training.learning_rate, or on more images."
+            f"({max(margins[name] for name in behind):.1f} points with {images:.0f} images). Train it longer "
+            "(--minutes), at a lower training.learning_rate, or on more images."
         )
     elif ahead_of:
         sentences.append(f"So it has learned: it is ahead of {' and of '.join(ahead_of)}.")

@@ -84,7 +84,7 @@ def test_run_evaluate_report_and_resume(fedssl, tmp_path):
     with open(folder / "evaluation.csv", newline="") as file:
         evaluated = {row.pop("client"): row for row in csv.DictReader(file)}
     assert list(evaluated) == ["0", "1", "2", "mean"]
-    views = {"view_retrieval", "pixel_view_retrieval"}
+    views = {"view_retrieval", "pixel_view_retrieval", "viewed_images"}
     assert set(evaluated["0"]) == {"knn", "effective_rank", "linear", "semi_supervised_0.1"} | views
     logged = {
         (who, name): value for number, who, name, value in RunDirectory.open(folder).read_metrics() if number == 1

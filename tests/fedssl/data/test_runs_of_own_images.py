@@ -51,7 +51,7 @@ def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):
     assert "the images have no class each, so no accuracy can be measured" in page
     assert "kNN accuracy" not in page
     assert write_evaluation(run).read_text().splitlines()[0] == (
-        "client,effective_rank,alignment,uniformity,view_retrieval,pixel_view_retrieval"
+        "client,effective_rank,alignment,uniformity,view_retrieval,pixel_view_retrieval,viewed_images"
     )
     with pytest.raises(UserError, match="semi_supervised or fine_tune need labels"):
         write_evaluation(run, [0.1])

@@ -204,7 +204,7 @@ def test_no_accuracy_is_measured_where_all_images_of_a_split_are_of_one_class(me
     one = dataclasses.replace(dataset, **{f"{split}_labels": torch.ones_like(getattr(dataset, f"{split}_labels"))})
     options = EvaluationOptions(few_labels=[0.1], semi_supervised=[0.1], fine_tune={})
     metrics, _ = evaluate_model(model, one, options, 0, linear=True, fine_tune=True)
-    assert set(metrics) == {"effective_rank", "view_retrieval", "pixel_view_retrieval"}
+    assert set(metrics) == {"effective_rank", "view_retrieval", "pixel_view_retrieval", "viewed_images"}
 
 
 def test_other_data_have_other_classes_and_self_supervised_models_no_classifier(measured, tiny):

@@ -26,9 +26,10 @@ def test_one_point_finds_nothing_and_noise_finds_by_chance():
     assert view_retrieval((noise[0], noise[0])) == 100.0
 
 
-def measured(tiny, folder, before, after, pixels, ranks=(20.0, 30.0), linear=()):
+def measured(tiny, folder, before, after, pixels, ranks=(20.0, 30.0), linear=(), images=1000):
     """The sentences about a finished run with these figures; `linear` is the accuracy after, of pixels and before."""
     measures = {(0, "view_retrieval"): before, (2, "view_retrieval"): after, (0, "pixel_view_retrieval"): pixels}
+    measures[2, "viewed_images"] = images
     measures |= dict(zip([(2, "linear"), (0, "pixel_linear"), (0, "linear")], linear, strict=False))
     rows = [(number, "global", name, value) for (number, name), value in measures.items()]
     rows += [(number, "global", "effective_rank", rank) for number, rank in zip((0, 2), ranks, strict=True)]
@@ -50,6 +51,13 @@ def test_an_encoder_must_be_ahead_of_its_start_and_of_the_pixels(before, after, 
     assert told in text
     assert text.startswith(f"{after} % of random views find their own image")
     assert "collapsed" not in text
+
+
+def test_few_images_must_differ_by_more(tiny, tmp_path):
+    """Two standard errors of 60 % minus 50 % are 4.4 points with 1,000 images and 19.8 with 50."""
+    assert "So it has learned" in measured(tiny, tmp_path / "many", 10.0, 60.0, 50.0)
+    text = measured(tiny, tmp_path / "few", 10.0, 60.0, 50.0, images=50)
+    assert "has NOT learned: it is not ahead of raw pixels by more than chance (19.8 points with 50 images)" in text
 
 
 def test_an_accuracy_that_is_not_above_raw_pixels_is_named(tiny, tmp_path):
