@@ -25,13 +25,9 @@ Trust = Annotated[
 ]
 
 
-def trusted(trust: bool) -> list[str]:
-    """Return the option for a command that comes next, if it was given to this one."""
-    return ["--trust"] if trust else []
-
-
-def print_next(*words: str | Path) -> None:
-    """Print the `fedssl` command that comes next, so that it can be pasted."""
+def print_next(*words: str | Path, overrides: list[str] | None = None, trust: bool = False) -> None:
+    """Print the `fedssl` command that comes next, so that it can be pasted, with what this one got of the same."""
+    words = (*words, *(overrides or ()), *(["--trust"] if trust else []))
     print_text(f"Next: {shlex.join(['fedssl', *map(str, words)])}")
 
 

@@ -21,35 +21,25 @@ def doctor() -> None:
 
     import fedkernels
 
+    table = TextTable("what", "finding", box=None, pad_edge=False)
+    table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
+    for name in (installed_distribution(), *REQUIRED, *OPTIONAL):
+        try:
+            table.add_row(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            table.add_row(name, "not installed")
+    table.add_row("processor", f"{os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads")
+    table.add_row("vector instructions", torch.backends.cpu.get_cpu_capability())
     if torch.cuda.is_available():
         console.print("Testing the CUDA kernels on each kind of GPU, which takes seconds to a few minutes:")
         fedkernels.self_test()
         console.print()
-    table = TextTable("what", "finding", box=None, pad_edge=False)
-    for fact in diagnose():
-        table.add_row(*fact)
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        table.add_row("cuda", f"{torch.version.cuda}: {', '.join(names)}")
+    else:
+        table.add_row("cuda", "no device; everything runs on the processor")
+    for what, finding in fedkernels.build_info().items():
+        if finding:
+            table.add_row(f"fedkernels, {what}", finding)
     console.print(table)
     print_next("recipes")
-
-
-def diagnose() -> list[tuple[str, str]]:
-    """Return facts about this installation as (what, finding) pairs."""
-    import torch
-
-    import fedkernels
-
-    facts = [("python", f"{platform.python_version()} on {platform.platform()}")]
-    for name in (installed_distribution(), *REQUIRED, *OPTIONAL):
-        try:
-            facts.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            facts.append((name, "not installed"))
-    facts.append(("processor", f"{os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads"))
-    facts.append(("vector instructions", torch.backends.cpu.get_cpu_capability()))
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        facts.append(("cuda", f"{torch.version.cuda}: {', '.join(names)}"))
-    else:
-        facts.append(("cuda", "no device; everything runs on the processor"))
-    facts += [(f"fedkernels, {what}", finding) for what, finding in fedkernels.build_info().items() if finding]
-    return facts

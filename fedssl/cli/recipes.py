@@ -12,7 +12,7 @@ from typer import Option
 
 from ..errors import UserError
 from ..untrusted import expand_home
-from .console import Overrides, RecipeName, Trust, console, print_next, print_text, trusted
+from .console import Overrides, RecipeName, Trust, console, print_next, print_text
 
 
 def recipes() -> None:
@@ -60,14 +60,14 @@ def show(
     """
     from ..recipe.show import resolve_recipe
 
-    resolved = resolve_recipe(recipe, overrides or (), trust=trust)
+    resolved, settings, preset = resolve_recipe(recipe, overrides or (), trust=trust)
     if as_yaml:
-        print_text(resolved.text.rstrip("\n"))
+        print_text(resolved.to_yaml().rstrip("\n"))
         return
-    if resolved.preset:
-        _print_wrapped(f"Preset {' '.join(resolved.preset)}", "bold")
+    if preset:
+        _print_wrapped(f"Preset {' '.join(preset)}", "bold")
     section = ""
-    for setting in resolved.settings:
+    for setting in settings:
         if changed and setting.origin == "default":
             continue
         if setting.section != section:
@@ -78,7 +78,7 @@ def show(
         style = "bold" if setting.origin == "override" else ""
         _print_wrapped(f"{key} = {flow[1:-1]}  ({setting.origin})", style)
         _print_wrapped(f"    {setting.description} [{setting.allowed}]", "dim")
-    print_next("partition", recipe, *(overrides or ()), *trusted(trust))
+    print_next("partition", recipe, overrides=overrides, trust=trust)
 
 
 def _print_wrapped(text: str, style: str) -> None:
@@ -133,7 +133,7 @@ def partition(
         make_folder(chart.absolute().parent)
         write_atomically(chart, png_bytes(draw_partition(counts, dataset.counted_as), kind))
         print_text(f"The chart is in {chart}")
-    print_next("run", recipe, *(overrides or ()), *trusted(trust))
+    print_next("run", recipe, overrides=overrides, trust=trust)
 
 
 def cost(
@@ -163,7 +163,7 @@ def cost(
         make_folder(rounds.absolute().parent)
         write_atomically(rounds, costs_as_csv(costs).encode())
         print_text(f"The figures of every round are in {rounds}")
-    print_next("run", recipe, *(overrides or ()), *trusted(trust))
+    print_next("run", recipe, overrides=overrides, trust=trust)
 
 
 def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = False) -> None:
@@ -180,7 +180,7 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
         print_text(text)
     if options is None and told:
         print_text("Such a recipe cannot have differential privacy, so no epsilon is counted (docs/privacy.md).")
-        print_next("run", recipe, *(overrides or ()), *trusted(trust))
+        print_next("run", recipe, overrides=overrides, trust=trust)
         return
     if options is None:
         raise UserError(
@@ -213,4 +213,4 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
         print_text(f"flower.epsilon_budget {budget:g} allows {allowed} rounds of a client, which is {enough}.")
     # engine flower is started from its app's folder
     command = ["app", recipe, "app"] if loaded.engine == "flower" else ["run", recipe]
-    print_next(*command, *(overrides or ()), *trusted(trust))
+    print_next(*command, overrides=overrides, trust=trust)

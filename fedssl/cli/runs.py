@@ -19,12 +19,13 @@ from typer import Argument, Exit, Option
 
 from ..errors import UserError
 from ..untrusted import MOST_BYTES, quoted, read_regular_file
-from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text, trusted
+from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text
 
 if TYPE_CHECKING:
     from ..data.datasets import Dataset
     from ..federation import Federation
     from ..recipe.recipe import Recipe
+    from ..run_folder.record import Run
 
 #: the recipe of `fedssl pretrain`
 _PRETRAINING = "centralised_simclr"
@@ -131,8 +132,9 @@ def run(
         else:
             print_text("\nStopped before the run began; nothing was written.")
         raise Exit(130) from None
-    _print_final_evaluation(directory.read_metrics())
-    for sentence in verdict(read_run(path)):
+    recorded = read_run(path)
+    _print_final_evaluation(recorded)
+    for sentence in verdict(recorded):
         print_text(sentence)
     print_text(f"The run is in {path}")
     if (kept := directory.checkpoint.best) is not None:
@@ -279,7 +281,8 @@ def run_table(
 
         dry_run(trials_of(loaded, trust) if loaded.sweep else loaded, overrides or (), note=print_text)
         folder = ["--output", str(output)] if output else []
-        print_next("sweep" if loaded.sweep else "run-table", table, *(overrides or ()), *folder, *trusted(trust))
+        command = "sweep" if loaded.sweep else "run-table"
+        print_next(command, table, *folder, overrides=overrides, trust=trust)
         return
     try:
         run_sweep(loaded, path, overrides or (), jobs, print_text, part, trust)
@@ -290,19 +293,18 @@ def run_table(
     print_next("report", runs[0].parent if runs else path)
 
 
-def _print_final_evaluation(rows: list[tuple[int, str, str, float]]) -> None:
+def _print_final_evaluation(run: Run) -> None:
     """Print the last evaluation, one line for each client, below those of raw pixels and of the start."""
     from ..evaluation.metrics import METRICS, short_title
 
-    if not rows:
+    if not run.values:
         return
-    last_round = max(row[0] for row in rows)
-    values = {(who, metric): value for number, who, metric, value in rows if number == last_round}
+    values = {(who, name): value for (number, who, name), value in run.values.items() if number == run.last_round}
     measured = {name for _, name in values}
     labelled = not measured & {"alignment", "uniformity"}
     metrics = [m for m in METRICS.values() if m.printed and m.images != ("unlabelled" if labelled else "labelled")]
     shown = [m for m in metrics if labelled or m.name in measured]
-    start = {metric: value for number, who, metric, value in rows if number == 0 and who in ("mean", "global")}
+    start = {name: value for (number, who, name), value in run.values.items() if number == 0 and not who.isdigit()}
     lines = {"raw pixels": {name.removeprefix("pixel_"): start[name] for name in start if name.startswith("pixel_")}}
     lines["before training"] = start
     owners = {who: who for who, name in values if any(name == m.name for m in shown)}

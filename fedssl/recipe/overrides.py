@@ -36,14 +36,14 @@ def recipe_names() -> list[str]:
     return shipped_names("recipe")
 
 
-def shipped_names(kind: Literal["recipe", "table"]) -> list[str]:
-    """Return the names of the recipes or of the tables that ship with fedssl."""
+def shipped_names(kind: Literal["recipe", "table", "preset"]) -> list[str]:
+    """Return the file names, without their end, of the recipes, tables or presets that ship with fedssl."""
     folder = resources.files("fedssl") / f"{kind}s"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def read_values(name_or_path: str | Path, kind: Literal["recipe", "table"] = "recipe") -> dict[str, Any]:
-    """Read a shipped recipe or table, or a YAML file, as a mapping that is not checked yet.
+def read_values(name_or_path: str | Path, kind: Literal["recipe", "table", "preset"] = "recipe") -> dict[str, Any]:
+    """Read a shipped recipe, table or preset, or a YAML file, as a mapping that is not checked yet.
 
     Relative paths to part files, weights and recipes are resolved from the YAML file's folder.
 
@@ -84,7 +84,8 @@ def _table_from(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
             values[key] = [_table_from(folder, dict(one)) if isinstance(one, dict) else one for one in entries]
     if isinstance(settings := values.get("settings"), dict):
         values["settings"] = _recipe_from(folder, settings)
-    values |= {key: with_paths_from(folder, key, values[key]) for key in ("sweep",) if key in values}
+    if "sweep" in values:
+        values["sweep"] = with_paths_from(folder, "sweep", values["sweep"])
     if isinstance(recipe := values.get("recipe"), str) and recipe.endswith((".yaml", ".yml")):
         values["recipe"] = str(absolute_path(folder, recipe))
     return values

@@ -6,11 +6,9 @@ import contextlib
 import copy
 import difflib
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import Field
 
 from ..data.summary import DataSummary, summarise
@@ -19,7 +17,7 @@ from ..evaluation.verdict import enough_passes
 from ..options import Options
 from ..parts import part_class
 from ..untrusted import PART_KEYS
-from .overrides import apply_override, part_name, with_paths_from
+from .overrides import apply_override, part_name, read_values, shipped_names, with_paths_from
 
 PAPER = "paper:"
 
@@ -65,31 +63,13 @@ class Preset(Options):
 
 def preset_names() -> list[str]:
     """Return the names of the presets that ship with fedssl: those by kind of data, then the papers'."""
-    folder = resources.files("fedssl") / "presets"
-    stems = [entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    papers = sorted(f"{PAPER}{stem.removeprefix('paper_')}" for stem in stems if stem.startswith("paper_"))
-    return sorted(stem for stem in stems if not stem.startswith("paper_")) + papers
+    names = [stem.replace("paper_", PAPER) for stem in shipped_names("preset")]
+    return sorted(names, key=lambda name: name.startswith(PAPER))
 
 
 def read_preset(name: str) -> Preset:
     """Read a shipped preset by name."""
-    file = f"{name.replace(PAPER, 'paper_')}.yaml"
-    text = (resources.files("fedssl") / "presets" / file).read_text(encoding="utf-8")
-    return Preset.model_validate(yaml.safe_load(text) | {"name": name})
-
-
-class AppliedPreset(NamedTuple):
-    """A recipe's mapping with a preset's values.
-
-    Attributes:
-        given: the settings of the recipe and the overrides.
-        values: the same with the preset's values, complete except for what has a default.
-        reasons: sentences that say why this preset was chosen and which of its values were adapted to the data.
-    """
-
-    given: dict[str, Any]
-    values: dict[str, Any]
-    reasons: tuple[str, ...]
+    return Preset.model_validate(read_values(name.replace(PAPER, "paper_"), "preset") | {"name": name})
 
 
 def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
@@ -108,38 +88,33 @@ def with_overrides(values: dict[str, Any], overrides: Sequence[str], source: str
     return values
 
 
-def apply_preset(values: dict[str, Any], overrides: Sequence[str], source: str) -> AppliedPreset:
-    """Apply overrides to a recipe, and fill in its open keys by the preset that it names or else the data's preset.
+def apply_preset(values: dict[str, Any], source: str) -> list[str]:
+    """Fill in, in place, the open keys of a recipe by the preset that it names or else the data's preset.
 
-    `values`, the recipe as YAML gives it, is not changed. Error messages call the recipe `source`.
+    `values`, which `with_overrides` gave, is complete then except for what has a default. Returns sentences that say
+    why this preset was chosen and which of its values were adapted to the data. Error messages begin with `source`.
 
     Raises:
-        UserError: an override does not fit, the preset is unknown, or no preset is named and the data cannot be read.
+        UserError: the preset is unknown, or no preset is named and the data cannot be read.
     """
-    values = with_overrides(values, overrides, source)
-    try:
-        return _fill_in_preset(values)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-
-
-def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     given = copy.deepcopy(values)
     name = values.get("preset", "auto")
     if name == "none":
-        return AppliedPreset(values, values, ())
+        return []
     if name not in ("auto", *preset_names()):
         near = difflib.get_close_matches(str(name), preset_names(), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}")
+        raise UserError(
+            f"{source}: preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}"
+        )
     data, reason = _UNKNOWN, "the recipe or the command line names it"
     if name == "auto":
         try:
             data = _summarise(values)
         except UserError as error:
             raise UserError(
-                f"{error}; the preset is chosen from the data: correct data.path, or where the data lie on another "
-                f"machine name one with preset=NAME, of {', '.join(preset_names())}"
+                f"{source}: {error}; the preset is chosen from the data: correct data.path, or where the data lie on "
+                f"another machine name one with preset=NAME, of {', '.join(preset_names())}"
             ) from error
         name, reason = _preset_for(data, values)
     preset = read_preset(name)
@@ -158,8 +133,8 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
         if part["name"] in preset.parts:
             _fill_in(part, preset.parts[part["name"]].options)
     values["preset"] = name
-    source = " ".join(preset.source.split())
-    reasons = [f"{name}: {preset.description}. It was chosen because {reason}. Source: {source}"]
+    from_where = " ".join(preset.source.split())
+    reasons = [f"{name}: {preset.description}. It was chosen because {reason}. Source: {from_where}"]
     paper = name.startswith(PAPER)
     for adapt in (
         *(() if paper else (_adapt_partition, _continue_gently, _choose_rounds)),
@@ -168,7 +143,7 @@ def _fill_in_preset(values: dict[str, Any]) -> AppliedPreset:
     ):
         with contextlib.suppress(*_OF_INVALID_VALUES):
             reasons += adapt(_Filled(values, given, preset, data))
-    return AppliedPreset(given, values, tuple(reasons))
+    return reasons
 
 
 def _summarise(values: dict[str, Any]) -> DataSummary:
@@ -217,7 +192,7 @@ def parts_in(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class _Filled(NamedTuple):
-    """A recipe with its preset's values, which each of the functions below adapts to the data; they return why."""
+    """A recipe with its preset's values, which each of the functions below adapts to the data; they yield why."""
 
     values: dict[str, Any]
     given: dict[str, Any]
@@ -225,87 +200,77 @@ class _Filled(NamedTuple):
     data: DataSummary
 
 
-def _adapt_partition(recipe: _Filled) -> list[str]:
+def _adapt_partition(recipe: _Filled) -> Iterator[str]:
     """Train on image files in one place unless clients are asked for; deal equal shares of what has no labels."""
     values, own = recipe.values, recipe.given.get("partition") or {}
-    if "name" in own:
-        return []
     if not own and recipe.data.from_files and recipe.given.get("architectures") != "several":
         values["partition"] = {"name": "iid", "clients": 1}
-        return [
+        yield (
             "partition.clients is 1: images of one place are one client, and nothing is federated. "
             "partition='{name: iid, clients: 5}' simulates five."
-        ]
-    if recipe.data.labelled:
-        return []
-    values["partition"] = {"name": "iid", "clients": values["partition"]["clients"]} | own
-    return ["partition.name is iid, as the images have no labels."]
+        )
+    elif "name" not in own and not recipe.data.labelled:
+        values["partition"] = {"name": "iid", "clients": values["partition"]["clients"]} | own
+        yield "partition.name is iid, as the images have no labels."
 
 
-def _continue_gently(recipe: _Filled) -> list[str]:
+def _continue_gently(recipe: _Filled) -> Iterator[str]:
     """Train an encoder that starts from weights slowly, with their batch statistics, after its new heads."""
     model, training = recipe.values.get("model", {}), recipe.values["training"]
-    if not model.get("weights"):
-        return []
-    rate = training.setdefault("encoder_rate", _ENCODER_RATE)
-    statistics = model.setdefault("batch_statistics", "kept")
-    return [
-        f"training.encoder_rate is {rate} and model.batch_statistics {statistics}, as the encoder starts from weights."
-    ]
+    if model.get("weights"):
+        rate = training.setdefault("encoder_rate", _ENCODER_RATE)
+        kept = model.setdefault("batch_statistics", "kept")
+        yield f"training.encoder_rate is {rate} and model.batch_statistics {kept}, as the encoder starts from weights."
 
 
-def _choose_rounds(recipe: _Filled) -> list[str]:
+def _choose_rounds(recipe: _Filled) -> Iterator[str]:
     """Take as many rounds as a good encoder takes for this many images, where the recipe leaves it open."""
     values, images = recipe.values, recipe.data.images
     if "rounds" in values:
-        return []
+        return
     values["rounds"], training = _ROUNDS, values["training"]
-    if not images or training.get("local_steps"):
-        return []
-    passes = enough_passes(images, from_weights=bool(values.get("model", {}).get("weights")))
-    values["rounds"] = max(1, -(-passes // training["local_epochs"]))
-    return [f"rounds is {values['rounds']}, so that each of {images:,} images is seen {passes} times."]
+    if images and not training.get("local_steps"):
+        passes = enough_passes(images, from_weights=bool(values.get("model", {}).get("weights")))
+        values["rounds"] = max(1, -(-passes // training["local_epochs"]))
+        yield f"rounds is {values['rounds']}, so that each of {images:,} images is seen {passes} times."
 
 
-def _choose_image_size(recipe: _Filled) -> list[str]:
+def _choose_image_size(recipe: _Filled) -> Iterator[str]:
     data = recipe.values["data"]
-    if not recipe.data.from_files or "image_size" in data:
-        return []
-    data["image_size"] = recipe.data.side
-    return [f"data.image_size is {recipe.data.side}, by the files' sizes; larger images cost more time."]
+    if recipe.data.from_files and "image_size" not in data:
+        data["image_size"] = recipe.data.side
+        yield f"data.image_size is {recipe.data.side}, by the files' sizes; larger images cost more time."
 
 
-def _switch_off_colours(recipe: _Filled) -> list[str]:
+def _switch_off_colours(recipe: _Filled) -> Iterator[str]:
     """Leave out jitter and grayscale where there are neither grey levels nor colours."""
     views, channels = recipe.values["augmentation"], recipe.data.channels
     if channels in (1, 3) or views.get("name", "random_views") != "random_views":
-        return []
-    own = recipe.given.get("augmentation") or ()
-    off = [key for key in ("jitter_probability", "grayscale") if key not in own]
-    views.update(dict.fromkeys(off, 0.0))
-    return [f"augmentation.{key} is 0, as the images have {channels} channels." for key in off]
+        return
+    for key in ("jitter_probability", "grayscale"):
+        if key not in (recipe.given.get("augmentation") or ()):
+            views[key] = 0.0
+            yield f"augmentation.{key} is 0, as the images have {channels} channels."
 
 
-def _take_public_images(recipe: _Filled) -> list[str]:
+def _take_public_images(recipe: _Filled) -> Iterator[str]:
     """Take public images from the training images if a part needs them and the recipe does not say where they are."""
-    data, preset = recipe.values.setdefault("data", {}), recipe.preset
+    data, most = recipe.values.setdefault("data", {}), recipe.preset.public_images
     if "public_holdout" in data or data.get("public_path") is not None or data.get("name") == "none":
-        return []
+        return
     parts = [(folder, with_paths_from(Path(), "name", part["name"])) for folder, part in parts_in(recipe.values)]
     classes = {name: part_class(folder, name) for folder, name in parts}
-    user = next((name for name, cls in classes.items() if getattr(cls, "needs_public_images", False)), None)
-    if user is None:
-        return []
-    data["public_holdout"] = min(preset.public_images, recipe.data.images // 4 or preset.public_images)
-    return [f"data.public_holdout is {data['public_holdout']}, as {user} needs public images."]
+    if users := [name for name, cls in classes.items() if getattr(cls, "needs_public_images", False)]:
+        data["public_holdout"] = min(most, recipe.data.images // 4 or most)
+        yield f"data.public_holdout is {data['public_holdout']}, as {users[0]} needs public images."
 
 
-def _adapt_batch(recipe: _Filled) -> list[str]:
+def _adapt_batch(recipe: _Filled) -> Iterator[str]:
     """Make batches smaller if the preset's would hold more than half of a client's images."""
     partition, training, images = recipe.values["partition"], recipe.values["training"], recipe.data.images
     if not images:
-        return []
-    clients, batch, reasons = partition["clients"], training["batch_size"], []
+        return
+    clients, batch = partition["clients"], training["batch_size"]
     own = recipe.given.get("training") or {}
     if own.get("batch_size") is None and not recipe.preset.name.startswith(PAPER):
         given = recipe.given.get("data") or {}  # what it holds out is not in the number of images
@@ -314,32 +279,30 @@ def _adapt_batch(recipe: _Filled) -> list[str]:
         while batch > max(4, share // 2):
             batch //= 2
         if batch != training["batch_size"]:
-            reasons.append(f"training.batch_size is {batch}, as a client has about {share} images.")
             training["batch_size"] = batch
+            yield f"training.batch_size is {batch}, as a client has about {share} images."
     # these partitions may leave a client without a batch
     if partition.get("name") in ("dirichlet", "quantity_skew") and "min_samples" not in partition:
         partition["min_samples"] = batch
-        reasons.append(f"partition.min_samples is {batch}, so that every client can fill a batch.")
-    return reasons
+        yield f"partition.min_samples is {batch}, so that every client can fill a batch."
 
 
-def _mention_weights(recipe: _Filled) -> list[str]:
+def _mention_weights(recipe: _Filled) -> Iterator[str]:
     """Say what starting from scratch is to be compared with, where a recipe has images of the user's own."""
     own = recipe.values["data"].get("name") in _OWN_IMAGES
-    if not own or recipe.values.get("model", {}).get("weights") is not None:
-        return []
-    return [
-        "Networks start from scratch: from ImageNet's weights they may learn more in less time "
-        "(model.weights; docs/does_federating_pay.md)."
-    ]
+    if own and recipe.values.get("model", {}).get("weights") is None:
+        yield (
+            "Networks start from scratch: from ImageNet's weights they may learn more in less time "
+            "(model.weights; docs/does_federating_pay.md)."
+        )
 
 
-def _limit_evaluation(recipe: _Filled) -> list[str]:
+def _limit_evaluation(recipe: _Filled) -> Iterator[str]:
     """Measure on so many of a user's own images that it takes about 5 % of the run, where the recipe leaves it open."""
     values, data = recipe.values, recipe.data
     evaluation = values.setdefault("evaluation", {})
     if values["data"].get("name") not in _OWN_IMAGES or not data.images or "images" in evaluation:
-        return []
+        return
     training, clients, rounds = values["training"], values["partition"]["clients"], values["rounds"]
     sampled = (values.get("clients_per_round") or clients) / clients
     trained = training.get("local_epochs", 1) * data.images * sampled
@@ -351,9 +314,9 @@ def _limit_evaluation(recipe: _Filled) -> list[str]:
     passes = 1 if data.labelled else _PASSES_WITHOUT_LABELS
     most = _SHARE_OF_RUN * _PASSES_OF_TRAINING * rounds * trained / (evaluations * models * passes)
     images = max(_FEWEST_MEASURED, int(most))
-    if images >= data.images:
-        return []
-    evaluation["images"] = images
-    return [
-        f"evaluation.images is {images}, so that measuring takes at most about 5 % of the run; null measures on all."
-    ]
+    if images < data.images:
+        evaluation["images"] = images
+        yield (
+            f"evaluation.images is {images}, so that measuring takes at most about 5 % of the run; "
+            "null measures on all."
+        )

@@ -9,14 +9,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import UserError
-from ..options import explain_errors, shortened
+from ..options import explain_errors, shortened, validated
 from ..parts import defined_elsewhere, is_session_part, part_class
 from ..run_folder.directory import RunDirectory
 from ..untrusted import MOST_BYTES, PART_KEYS, own_part_file, own_parts, parse_yaml, read_regular_file
 from .overrides import DEFAULT_AUGMENTATION, read_values, with_paths_from
-from .presets import AppliedPreset, apply_preset, parts_in, with_overrides
+from .presets import apply_preset, parts_in, with_overrides
 from .recipe import Recipe
-from .rules import privacy_problem
+from .rules import rules_of_privacy
 
 #: options that every run stored before they went, by the mapping or part that had them, with what now always holds
 _GONE: dict[str, dict[str, Any]] = {
@@ -52,16 +52,20 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, trus
     """
     if isinstance(overrides, str):
         raise TypeError(f"overrides: expected a list such as [{overrides!r}], got the string {overrides!r}")
-    return parse_recipe(fill_in(name_or_path, overrides, trust).values, str(name_or_path))
+    values, _ = fill_in(name_or_path, overrides, trust)
+    return parse_recipe(values, str(name_or_path))
 
 
-def fill_in(name_or_path: str | Path, overrides: Sequence[str], trust: bool) -> AppliedPreset:
-    """Return a recipe's mapping with overrides and its preset's values, not checked yet; see `load_recipe`."""
-    values = read_values(name_or_path)
-    source = str(name_or_path)
+def fill_in(name_or_path: str | Path, overrides: Sequence[str], trust: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return a recipe's mapping with overrides and its preset's values, not checked yet, and what `apply_preset` says.
+
+    The arguments are those of `load_recipe`.
+    """
+    source, values = str(name_or_path), read_values(name_or_path)
+    changed = with_overrides(values, overrides, source)
     if not trust:  # before the preset asks the parts what they need; what an override replaces does not run
-        refuse_code(set(own_parts(values)) & set(own_parts(with_overrides(values, overrides, source))), source)
-    return apply_preset(values, overrides, source)
+        refuse_code(set(own_parts(values)) & set(own_parts(changed)), source)
+    return changed, apply_preset(changed, source)
 
 
 def refuse_code(names: Iterable[str], source: str) -> None:
@@ -127,7 +131,7 @@ def parse_recipe(values: dict[str, Any], source: str = "recipe") -> Recipe:
         UserError: a key or value is not allowed, or options of Flower do not go with the recipe's parts.
     """
     recipe = check_keys(values, source)
-    if problem := privacy_problem(recipe):
+    for problem in rules_of_privacy(recipe):
         raise UserError(f"{source}: {problem}")
     return recipe
 
@@ -155,12 +159,9 @@ def check_keys(values: dict[str, Any], source: str) -> Recipe:
             problems.append(f"{key}: expected a list of parts, got {shortened(values[key])}")
     if "model" in values:
         values["model"] = with_paths_from(Path(), "model", values["model"])
-    if not problems:
-        try:
-            return Recipe.model_validate(values)
-        except ValidationError as error:
-            problems = explain_errors(error, Recipe)
-    raise UserError(f"{source}: {'; '.join(problems)}")
+    if problems:
+        raise UserError(f"{source}: {'; '.join(problems)}")
+    return validated(Recipe, values, source)
 
 
 def _check_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
@@ -173,11 +174,9 @@ def _check_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
     value = with_paths_from(Path(), path.partition(".")[0], value)
     try:
         cls = part_class(folder, value["name"])
+        return cls.model_validate(value)
     except UserError as error:
         problems.append(f"{path}.name: {error}")
-        return value
-    try:
-        return cls.model_validate(value)
     except ValidationError as error:
         problems.extend(explain_errors(error, cls, path))
-        return value
+    return value

@@ -27,11 +27,9 @@ _MOST_CLIENTS = 2**10 - 1
 
 def check_parts(recipe: Recipe) -> None:
     """Raise a UserError for the first rule that the recipe alone breaks, before any data is loaded."""
-    for rules in (_rules_of_processes, _rules_of_data, _rules_of_aggregators, _rules_of_training):
+    for rules in (_rules_of_processes, _rules_of_data, _rules_of_aggregators, _rules_of_training, rules_of_privacy):
         for problem in rules(recipe):
             raise UserError(problem)
-    if privacy := privacy_problem(recipe):  # of a recipe that was made in Python; `parse_recipe` has checked others
-        raise UserError(privacy)
 
 
 def check_data(recipe: Recipe, dataset: Dataset) -> None:
@@ -258,15 +256,15 @@ def _rules_of_training(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def privacy_problem(recipe: Recipe) -> str | None:
-    """Return why Flower's differential privacy or secure aggregation cannot work with the recipe; None if it can."""
+def rules_of_privacy(recipe: Recipe) -> Iterator[str]:
+    """Yield problems of Flower's differential privacy and secure aggregation, which `parse_recipe` asks for, too."""
     options = recipe.flower
     privacy = options.differential_privacy
     if options.epsilon_budget is not None:
         if privacy is None:
-            return "flower.epsilon_budget limits what flower.differential_privacy spends, which is off: switch it on"
+            yield "flower.epsilon_budget limits what flower.differential_privacy spends, which is off: switch it on"
         if isinstance(privacy, FixedClipping) and not privacy.noise_multiplier:
-            return (
+            yield (
                 "flower.epsilon_budget cannot be kept without noise: raise "
                 "flower.differential_privacy.noise_multiplier above 0"
             )
@@ -276,19 +274,17 @@ def privacy_problem(recipe: Recipe) -> str | None:
             continue
         option = f"flower.{key} {method.name}"
         if recipe.engine == "in-process":
-            return f"{option} is Flower's: use engine=flower-simulation or engine=flower, or leave it out"
+            yield f"{option} is Flower's: use engine=flower-simulation or engine=flower, or leave it out"
         if recipe.transport != "float32":
-            return (
+            yield (
                 f"transport {recipe.transport} does not go with {option}: rounding would change an update after it was "
                 "clipped and noised, and masked weights travel as integers anyway; use transport=float32, or leave "
                 f"flower.{key} out"
             )
-        for problem in _rules_of_privacy(recipe, method):
-            return f"{option} {problem}"
-    return None
+        yield from (f"{option} {problem}" for problem in _rules_of_method(recipe, method))
 
 
-def _rules_of_privacy(recipe: Recipe, method: LocalDP | FixedClipping | SecAggPlus) -> Iterator[str]:
+def _rules_of_method(recipe: Recipe, method: LocalDP | FixedClipping | SecAggPlus) -> Iterator[str]:
     """Yield problems of a privacy method with the aggregators and clients, without the method's name."""
     for i, part in enumerate(recipe.aggregators):
         # compared with the parts that are known to send weights and nothing else, so that a custom part is refused

@@ -11,7 +11,10 @@ from typing import Any, Literal
 from ..options import Options
 from ..parts import part_names
 from ..untrusted import PART_KEYS
+from .overrides import read_values
+from .presets import with_overrides
 from .reading import check_keys, fill_in
+from .recipe import Recipe
 
 Origin = Literal["recipe", "override", "preset", "default"]
 
@@ -37,32 +40,22 @@ class Setting:
     allowed: str
 
 
-@dataclass(frozen=True)
-class ResolvedRecipe:
-    """A recipe with every default filled in.
-
-    Attributes:
-        text: the resolved recipe as a YAML file, the same as `Recipe.to_yaml` gives.
-        settings: all its keys; those of a mapping stand together, after the mapping that holds it.
-        preset: sentences that name the preset, say why it was chosen, and what was adapted to the data.
-    """
-
-    text: str
-    settings: list[Setting]
-    preset: tuple[str, ...]
-
-
-def resolve_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> ResolvedRecipe:
+def resolve_recipe(
+    name_or_path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False
+) -> tuple[Recipe, list[Setting], list[str]]:
     """Read a recipe, apply overrides, and fill in the preset's values and the defaults.
 
     Each key is checked by itself. What goes together is checked by `reading.load_recipe`, which has the same arguments
     and errors, and when a run begins.
+
+    Returns the recipe; all its keys, of which those of a mapping stand together, after the mapping that holds it; and
+    sentences that name the preset, say why it was chosen, and what was adapted to the data.
     """
-    filled = fill_in(name_or_path, overrides, trust)
-    recipe = check_keys(filled.values, str(name_or_path))
+    values, reasons = fill_in(name_or_path, overrides, trust)
+    recipe = check_keys(values, str(name_or_path))
+    given = with_overrides(read_values(name_or_path), overrides, str(name_or_path))
     overridden = [override.partition("=")[0] for override in overrides]
-    settings = _settings(recipe, filled.given, filled.values, "", overridden)
-    return ResolvedRecipe(recipe.to_yaml(), list(settings), filled.reasons)
+    return recipe, list(_settings(recipe, given, values, "", overridden)), reasons
 
 
 def _settings(
@@ -74,8 +67,7 @@ def _settings(
     `overridden` are the overrides' keys.
     """
     schemas = type(options).model_json_schema()["properties"]
-    given = given if isinstance(given, dict) else {}
-    complete = complete if isinstance(complete, dict) else {}
+    given, complete = given or {}, complete or {}
     nested: list[tuple[Options, Any, Any, str]] = []
     for key, field in type(options).model_fields.items():
         value, path = getattr(options, key), f"{section}.{key}" if section else key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from ..errors import UserError
 from ..evaluation.metrics import DOWNSTREAM, EVALUATED, METRICS, OF_ARCHITECTURE
 from ..options import Options, validated
 from ..recipe.overrides import part_name, read_values, recipe_names
-from ..recipe.presets import apply_preset
+from ..recipe.presets import apply_preset, with_overrides
 from ..recipe.reading import parse_recipe, refuse_code
 from ..recipe.recipe import Recipe
 from ..untrusted import NAME_PATTERN, PART_KEYS, TEXT_PATTERN, own_parts
@@ -149,9 +148,8 @@ class Table(Options):
         for key, value in ((key, value) for key, values in named.items() for value in values):
             if value not in labels:
                 raise ValueError(f"{key} names {value!r}, but the rows' labels are {', '.join(labels)}")
-        if chained := [
-            row.label for row in self.rows if row.oracle in {other.label for other in self.rows if other.oracle}
-        ]:
+        aligned = [row.label for row in self.rows if row.oracle]
+        if chained := [row.label for row in self.rows if row.oracle in aligned]:
             raise ValueError(f"rows {chained} have as oracle a row that has one itself: name a row without")
         if self.sweep and (self.scenarios or named["oracle"] or self.sweep.seed in self.seeds):
             raise ValueError("sweep: the table must have no scenarios, no oracles, and other seeds than the sweep's")
@@ -233,8 +231,9 @@ def cell_recipe(
         for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
             values = _merge(values, settings)
         values.setdefault("checkpoints", 1)  # a table has many runs, and continues each from its last round
-        if isinstance(evaluation := values.setdefault("evaluation", {}), dict):
-            evaluation.setdefault("images", None)  # a preset's number depends on the row, and rows are compared
+        if isinstance(evaluation := values.get("evaluation", {}), dict):
+            # a preset's number depends on the row, and rows are compared
+            values["evaluation"] = {"images": None} | evaluation
         if row.oracle is not None:
             target: dict[str, Any] = {"target": "untrained"}
             if output is not None:
@@ -245,8 +244,9 @@ def cell_recipe(
                 raise UserError("the row has an oracle, but none of its aggregators has target oracle: add it there")
             values["aggregators"] = [part | target if part.get("target") == "oracle" else part for part in parts]
         name = f"{row.label} ({scenario.label})" if scenario and scenario.label else row.label
-        filled = apply_preset(values | {"name": name, "seed": seed}, overrides, row.recipe)
-        return parse_recipe(filled.values, row.recipe)
+        changed = with_overrides(values | {"name": name, "seed": seed}, overrides, row.recipe)
+        apply_preset(changed, row.recipe)
+        return parse_recipe(changed, row.recipe)
     except UserError as error:
         raise UserError(f"row {row.label!r}: {error}") from error
 
@@ -255,11 +255,10 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], top: bool = True) ->
     merged = dict(values)
     for key, change in changes.items():
         old = merged.get(key)
-        if isinstance(old, dict) and isinstance(change, dict):
-            another_part = top and key in PART_KEYS and change.get("name", part_name(key, old)) != part_name(key, old)
-            merged[key] = copy.deepcopy(change) if another_part else _merge(old, change, top=False)
-        else:
-            merged[key] = copy.deepcopy(change)  # a copy, as overrides change the merged values in place
+        join = isinstance(old, dict) and isinstance(change, dict)
+        if join and top and key in PART_KEYS:  # another part has other options
+            join = change.get("name", part_name(key, old)) == part_name(key, old)
+        merged[key] = _merge(old, change, top=False) if join else change
     return merged
 
 

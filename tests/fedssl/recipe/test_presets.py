@@ -108,7 +108,7 @@ def test_training_from_scratch_on_own_images_names_what_to_compare_it_with(tmp_p
     np.savez(tmp_path / "a.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8))
     own = ["data.name=npz", f"data.path={tmp_path / 'a.npz'}"]
     for words, told in ((own, True), ([*own, "model.weights=a.pt"], False), ([], False)):
-        assert ("docs/does_federating_pay.md" in " ".join(fill_in("fedbyol", words, False).reasons)) == told
+        assert ("docs/does_federating_pay.md" in " ".join(fill_in("fedbyol", words, False)[1])) == told
 
 
 def test_a_resolved_recipe_is_read_back_without_its_data(tmp_path):
@@ -198,7 +198,7 @@ def test_a_folder_is_one_client_unless_clients_are_asked_for(tmp_path):
     recipe = load_recipe("fedbyol", [f"data={{name: images, path: {tmp_path}}}"])
     assert summarise({"name": "images", "path": str(tmp_path)}) == DataSummary(60, 3, 48, False, True)
     assert (recipe.preset, recipe.data.image_size, recipe.partition.clients) == ("small_colour", 48, 1)
-    told = fill_in("fedbyol", [f"data={{name: images, path: {tmp_path}}}"], False).reasons
+    _, told = fill_in("fedbyol", [f"data={{name: images, path: {tmp_path}}}"], False)
     assert any("are one client, and nothing is federated" in reason for reason in told)
     asked = load_recipe("fedbyol", [f"data={{name: images, path: {tmp_path}}}", "partition.clients=3"]).partition
     assert (asked.name, asked.clients) == ("iid", 3)
