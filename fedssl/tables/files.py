@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,6 @@ import yaml
 from matplotlib.figure import Figure
 
 from ..evaluation.metrics import format_values, mean_and_spread, metric_title
-from ..recipe.overrides import flatten_keys
 from ..reports.plots import draw_table_picture, png_bytes
 from ..run_folder.record import read_run
 from ..run_folder.storage import csv_text, make_folder, write_atomically
@@ -52,18 +52,19 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
 
 def format_table(table: Table, results: Results) -> str:
     """Return one scenario of the table as plain text, narrow enough for a terminal: long labels take several lines."""
-    header = ["", *(title.replace(" accuracy (%)", " %") for title in _titles(table, results))]
-    return plain_table(header, [[label, *cells] for label, _, cells in _rows(table, results)], label_width=34)
+    labels = ["", UNTRAINED, *(row.label for row in table.rows)]
+    header, *rows = zip(labels, *_columns(table, results), strict=True)
+    return plain_table([title.replace(" accuracy (%)", " %") for title in header], rows, label_width=34)
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], label_width: int | None = None) -> str:
+def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], label_width: int) -> str:
     """Return a table in columns, the first aligned to the left and the others to the right, with a ruled header.
 
-    The first cell of each row is wrapped to `label_width` characters; by default it is not wrapped.
+    The first cell of each row is wrapped to `label_width` characters.
     """
     lines = [list(header)]
     for label, *cells in rows:
-        first, *more = textwrap.wrap(label, label_width) if label_width else [label]
+        first, *more = textwrap.wrap(label, label_width)
         lines += [[first, *cells], *(["  " + text, *[""] * len(cells)] for text in more)]
     first_width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = []
@@ -86,58 +87,18 @@ def _markdown_line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
-def _figures(table: Table, results: Results) -> Iterator[tuple[str, str, str, dict[int, float], str]]:
-    """Yield (label, role, metric, values by seed, the paper's figure) for each row, the untrained encoders first."""
-    no_paper: Mapping[Any, str] = {}
-    rows = [(UNTRAINED, "", reference_row(table), results.before, no_paper)]
-    for row in table.rows:
-        rows.append((row.label, table.role(row.label), row.label, results.after, results.paper.get(row.label, {})))
-    for label, role, measured, values, paper in rows:
-        for metric in table.metrics:
-            yield label, role, metric, values.get((measured, metric), {}), paper.get(metric, "")
+def _columns(table: Table, results: Results) -> Iterator[list[str]]:
+    """Yield a column of each metric: its title, and the cells of the untrained encoders and of each row.
 
-
-def _rows(table: Table, results: Results) -> list[tuple[str, str, list[str]]]:
-    """Return (label, role, cells) of each row; a metric's column is followed by the paper's, if it has one."""
-    rows: dict[str, tuple[str, str, list[str]]] = {}
-    for label, role, metric, values, paper in _figures(table, results):
-        cells = rows.setdefault(label, (label, role, []))[2]
-        cells.append(format_values(metric, list(values.values())))
-        if results.has_paper(metric):
-            cells.append(paper)
-    return list(rows.values())
-
-
-def _titles(table: Table, results: Results) -> list[str]:
-    titles = []
+    A column with the paper's figures follows, if the paper has any.
+    """
     for metric in table.metrics:
-        titles.append(metric_title(metric))
-        if results.has_paper(metric):
-            titles.append("in the paper")
-    return titles
-
-
-def _whole_table(table: Table, results: Sequence[Results]) -> tuple[int, list[str], list[list[str]]]:
-    """Return the number of columns of text, the header, and the rows, with all scenarios side by side."""
-    text_columns = 2 if table.method is not None else 1  # the label and, in a table with a verdict, the role
-    titles = [title for scenario in results for title in _titles(table, scenario)]
-    rows = [
-        [*scenarios[0][:text_columns], *(cell for _, _, cells in scenarios for cell in cells)]
-        for scenarios in zip(*(_rows(table, scenario) for scenario in results), strict=True)
-    ]
-    return text_columns, [*("row", "role")[:text_columns], *titles], rows
-
-
-def _folded_description(table: Table) -> str:
-    return " ".join(table.description.split())
-
-
-def _verdicts(table: Table, results: Sequence[Results]) -> list[str]:
-    return [
-        f"{scenario.label}: {line}" if scenario.label else line
-        for scenario in results
-        for line in verdict(table, scenario).splitlines()
-    ]
+        before = results.values(reference_row(table), metric, "before")
+        values = [before, *(results.values(row.label, metric) for row in table.rows)]
+        yield [metric_title(metric), *(format_values(metric, of_row) for of_row in values)]
+        if any(metric in figures for figures in results.paper.values()):
+            papers = (results.paper.get(row.label, {}).get(metric, "") for row in table.rows)
+            yield ["in the paper", "", *papers]
 
 
 def _how_to_read(table: Table, results: Sequence[Results]) -> str:
@@ -157,20 +118,21 @@ def _how_to_read(table: Table, results: Sequence[Results]) -> str:
     )
 
 
-def settings_line(settings: Mapping[str, Any]) -> str:
-    """Return settings as `KEY=VALUE, ...`, with dotted keys."""
-    return ", ".join(f"{key}={value}" for key, value in flatten_keys(dict(settings)).items()) if settings else ""
-
-
 def _markdown(table: Table, results: Sequence[Results]) -> str:
-    text_columns, header, rows = _whole_table(table, results)
-    if table.scenarios:  # a Markdown table has one line of header
-        titles = [f"{scenario.label}: {title}" for scenario in results for title in _titles(table, scenario)]
-        header = header[:text_columns] + titles
-    figures = markdown_table(header, rows, text_columns)
-    parts = [f"# {table.name}", _folded_description(table), figures, _how_to_read(table, results)]
-    if verdicts := _verdicts(table, results):
-        parts += ["\n".join(f"- {line}" for line in verdicts), RULE]
+    """Return table.md, in which all scenarios stand side by side under one line of header, as Markdown has it."""
+    text_columns = [["row", UNTRAINED, *(row.label for row in table.rows)]]
+    if table.method is not None:
+        text_columns.append(["role", "", *(table.role(row.label) for row in table.rows)])
+    columns, verdicts = list(text_columns), []
+    for scenario in results:
+        prefix = f"{scenario.label}: " if scenario.label else ""
+        columns += [[prefix + title, *cells] for title, *cells in _columns(table, scenario)]
+        verdicts += [f"- {prefix}{line}" for line in verdict(table, scenario).splitlines()]
+    header, *rows = zip(*columns, strict=True)
+    figures = markdown_table(header, rows, len(text_columns))
+    parts = [f"# {table.name}", " ".join(table.description.split()), figures, _how_to_read(table, results)]
+    if verdicts:
+        parts += ["\n".join(verdicts), RULE]
     return "\n\n".join(parts) + "\n"
 
 
@@ -184,11 +146,15 @@ def _values_and_summary(table: Table, results: Sequence[Results]) -> tuple[str, 
     values: list[list[object]] = [[*first_columns, "seed", "metric", "value"]]
     summary: list[list[object]] = [[*first_columns, "metric", "mean", "spread", "seeds", "paper"]]
     for scenario in results:
-        for label, role, metric, by_seed, paper in _figures(table, scenario):
+        rows = [(UNTRAINED, "", reference_row(table), scenario.before)]
+        rows += [(row.label, table.role(row.label), row.label, scenario.after) for row in table.rows]
+        for (label, role, measured, reached), metric in itertools.product(rows, table.metrics):
+            by_seed = reached.get((measured, metric), {})
             first_cells = [label, role, *([scenario.label] if table.scenarios else [])]
             values += [[*first_cells, seed, metric, repr(value)] for seed, value in by_seed.items()]
             mean_spread = mean_and_spread(list(by_seed.values())) if by_seed else (None, None)
             figures = ["" if figure is None else repr(figure) for figure in mean_spread]
+            paper = scenario.paper.get(label, {}).get(metric, "")
             summary.append([*first_cells, metric, *figures, len(by_seed), paper])
     return csv_text(values), csv_text(summary)
 
@@ -208,5 +174,5 @@ def draw_picture(table: Table, results: Results, recipe: Mapping[str, Any]) -> F
     subtitle = f"{results.label}: " if results.label else ""
     subtitle += f"{name}, {clients} client{'s' * (clients > 1)}, {rounds} rounds, {seeds}"
     # the description's first sentence; "et al. 2024" does not end it
-    title = re.split(r"\.\s(?=[A-Z])", _folded_description(table))[0] or table.name
+    title = re.split(r"\.\s(?=[A-Z])", " ".join(table.description.split()))[0] or table.name
     return draw_table_picture(title, subtitle, panels, untrained, verdict(table, results))

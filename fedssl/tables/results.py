@@ -40,10 +40,6 @@ class Results:
         values = self.after if when == "after" else self.before
         return list(values.get((label, metric), {}).values())
 
-    def has_paper(self, metric: str) -> bool:
-        """Return whether the paper has a figure of this metric for any row."""
-        return any(metric in figures for figures in self.paper.values())
-
     @property
     def picture(self) -> str:
         """Return the picture's file name."""
@@ -64,10 +60,9 @@ def read_results(table: Table, output: Path, scenario: TableScenario | None = No
             runs[row.label, seed] = run
             results.finished.setdefault(row.label, []).append(seed)
             for metric in table.metrics:
-                reached = _values_by_round(run, metric)
                 for values, number in ((results.before, 0), (results.after, run.rounds)):
-                    if number in reached:
-                        values.setdefault((row.label, metric), {})[seed] = reached[number]
+                    if (value := _value(run, metric, number)) is not None:
+                        values.setdefault((row.label, metric), {})[seed] = value
     for seed in table.seeds:
         method, rows = runs.get((table.method or "", seed)), {label: runs.get((label, seed)) for label in table.ceiling}
         of_clients = _ceiling(method, rows) if method else []
@@ -91,23 +86,22 @@ def _ceiling(method: Run, rows: Mapping[str, Run | None]) -> list[str]:
     return [labels[name] for name in architectures] if set(architectures) <= set(labels) else []
 
 
-def _values_by_round(run: Run, metric: str) -> dict[int, float]:
-    """Return a metric's value by round.
+def _value(run: Run, metric: str, number: int) -> float | None:
+    """Return a metric's value after a round; None if it was not measured.
 
     `METRIC@ARCHITECTURE` is the mean over the clients with this architecture. `METRIC@worst` is the lowest value of any
     client, or the highest where lower is better, and the global model's where there is one, as every client has that.
     """
     measure, _, architecture = metric.partition(OF_ARCHITECTURE)
     if not architecture:
-        return run.overall(metric)
-    values: dict[int, list[float]] = {}
-    worst = architecture == WORST_CLIENT
-    for (number, who, name), value in run.values.items():
-        of_client = who.isdigit() and run.architecture_of(int(who)) == architecture
-        if name == measure and (of_client or (worst and who != "mean")):
-            values.setdefault(number, []).append(value)
-    worst_of = max if split_metric(measure)[1] in _LOWER_IS_BETTER else min
-    return {number: worst_of(of_clients) if worst else fmean(of_clients) for number, of_clients in values.items()}
+        return run.overall(metric).get(number)
+    owners = {who: value for (after, who, name), value in run.values.items() if (after, name) == (number, measure)}
+    if architecture == WORST_CLIENT:
+        owners.pop("mean", None)
+        worst = max if split_metric(measure)[1] in _LOWER_IS_BETTER else min
+        return worst(owners.values(), default=None)
+    values = [value for k, value in owners.items() if k.isdigit() and run.architecture_of(int(k)) == architecture]
+    return fmean(values) if values else None
 
 
 def reference_row(table: Table) -> str:

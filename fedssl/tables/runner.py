@@ -177,26 +177,29 @@ class _Rounds(Observer):
         self.round_committed(number)
 
 
-def _run(recipe: Recipe, path: Path, round_committed: Callable[[int], None]) -> None:
-    """Run a cell, or continue it where it was stopped."""
-    engine, rounds, begun = engine_of(recipe), _Rounds(round_committed), (path / "recipe.yaml").is_file()
-    checkpoint = (engine.resume(path, rounds) if begun else engine.run(recipe, path, rounds)).checkpoint
-    if not checkpoint.finished:
-        raise UserError(
-            f"evaluation.patience ended it after round {checkpoint.round} of {recipe.rounds}, so it has no result: "
-            f"fedssl run --resume {quoted(path)} evaluation.patience=null goes on"
-        )
+def _run(recipe: str, path: Path, round_committed: Callable[[int], None] = lambda number: None) -> str | None:
+    """Run a cell, or continue it where it was stopped; return the message of a UserError.
+
+    The recipe is given as text, because a part from the user's own file cannot be pickled for a worker process.
+    """
+    try:
+        loaded = parse_recipe(yaml.safe_load(recipe))
+        engine, rounds, begun = engine_of(loaded), _Rounds(round_committed), (path / "recipe.yaml").is_file()
+        checkpoint = (engine.resume(path, rounds) if begun else engine.run(loaded, path, rounds)).checkpoint
+    except UserError as error:
+        return str(error)
+    if checkpoint.finished:
+        return None
+    return (
+        f"evaluation.patience ended it after round {checkpoint.round} of {loaded.rounds}, so it has no result: "
+        f"fedssl run --resume {quoted(path)} evaluation.patience=null goes on"
+    )
 
 
 def run_here(cells: Sequence[Cell], progress: Progress) -> None:
     """Run cells one after another in this process. A cell that fails is told to `progress`, and the others go on."""
     for cell in cells:
-        try:
-            _run(cell.recipe, cell.path, partial(progress.round_done, cell))
-        except UserError as error:
-            progress.cell_ended(cell, str(error))
-        else:
-            progress.cell_ended(cell)
+        progress.cell_ended(cell, _run(cell.recipe.to_yaml(), cell.path, partial(progress.round_done, cell)))
 
 
 def run_in_processes(cells: Sequence[Cell], jobs: int, progress: Progress) -> None:
@@ -220,8 +223,7 @@ def _run_in(pool: ProcessPoolExecutor, cells: list[Cell], jobs: int, progress: P
     """Run cells in a pool of `jobs` processes, and return those that are left where one of these has ended."""
     at_work = cells[:jobs]
     with interrupts_ignored():
-        # recipes as text, because a part from the user's own file cannot be pickled
-        running = {pool.submit(_work, cell.recipe.to_yaml(), cell.path): cell for cell in cells}
+        running = {pool.submit(_run, cell.recipe.to_yaml(), cell.path): cell for cell in cells}
     while running:
         for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
             error = future.exception()
@@ -243,15 +245,6 @@ def _run_in(pool: ProcessPoolExecutor, cells: list[Cell], jobs: int, progress: P
 def _begin(threads: int) -> None:
     end_with_parent()
     torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS can ask for fewer
-
-
-def _work(text: str, path: Path) -> str | None:
-    """Run a cell in a worker process; return the message of a UserError."""
-    try:
-        _run(parse_recipe(yaml.safe_load(text)), path, lambda number: None)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _has_oracle(cell: Cell, progress: Progress) -> bool:

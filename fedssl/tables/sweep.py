@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..recipe.overrides import apply_override
-from .files import Note, settings_line
+from ..recipe.overrides import apply_override, flatten_keys
+from .files import Note
 from .results import Results, read_results
 from .runner import ALL, CellsFailed, Part, run_table, table_cells
 from .table import Sweep, Table, check_table
@@ -91,14 +91,15 @@ def _winners(table: Table, sweep: Sweep, results: Results, trials: Table, note: 
     """Return the table with the settings of each row's best trial; of equal ones the first."""
     rows, settings = [], {row.label: row.settings for row in trials.rows}
     for row in table.rows:
-        values = {n: results.after.get((f"{row.label} {n}", sweep.metric), {}) for n in range(sweep.trials)}
-        reached = {
-            n: seeds[sweep.seed] for n, seeds in values.items() if math.isfinite(seeds.get(sweep.seed, math.nan))
-        }
+        trials_of_row = {n: results.after.get((f"{row.label} {n}", sweep.metric), {}) for n in range(sweep.trials)}
+        values_of = {n: seeds.get(sweep.seed, math.nan) for n, seeds in trials_of_row.items()}
+        reached = {n: value for n, value in values_of.items() if math.isfinite(value)}
         if not reached:
             raise UserError(f"no trial of row {row.label!r} has a value of {sweep.metric}: see the trials' folders")
         best = max(reached, key=lambda n: reached[n])
         rows.append(row.model_copy(update={"settings": settings[f"{row.label} {best}"]}))
-        chosen = f"{sweep.metric} {reached[best]:.1f}: {settings_line(drawn(sweep, row.label, best))}"
-        note(f"\n{row.label}: trial {best} is the best of {len(reached)}, {chosen}")
+        values = drawn(sweep, row.label, best)
+        chosen = ", ".join(f"{key}={value}" for key, value in flatten_keys(values).items()) if values else ""
+        found = f"trial {best} is the best of {len(reached)}, {sweep.metric} {reached[best]:.1f}"
+        note(f"\n{row.label}: {found}: {chosen}")
     return table.model_copy(update={"rows": rows, "sweep": None})
