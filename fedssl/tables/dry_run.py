@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..evaluation.evaluate import EvaluationOptions
 from ..evaluation.metrics import short_title
 from ..federation import build_federation
 from ..recipe.overrides import read_values
+from ..recipe.presets import with_overrides
 from ..recipe.recipe import Recipe
 from ..recipe.rules import public_image_users
 from ..reports.cost import format_flops
@@ -83,7 +85,8 @@ def _recipe_and_missing_data(
     given: dict[str, Any] = {}
     for values in (read_values(row.recipe), table.settings, scenario.settings, row.settings):
         given |= values.get("data") or {}
-    given |= {key.removeprefix("data."): value for key, _, value in (text.partition("=") for text in overrides)}
+    of_data = [override for override in overrides if re.match(r"data\b", override)]
+    given = with_overrides({"data": given}, of_data, row.recipe)["data"] or {}
     name = str(given.get("name"))
     missing = []
     needed = SOURCES[name].path if name in SOURCES else None

@@ -102,7 +102,8 @@ def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
     text = listed(npz.model_copy(update={"expected_data": expected}))
     assert "Missing for a run: give data.path=PATH, an .npz file" in text
     assert "In all: " in text
-    assert "Missing for a run: there is no nowhere.npz" in listed(npz, "data.path=nowhere.npz")
+    for override in ("data.path=nowhere.npz", "data={name: npz, path: nowhere.npz}"):
+        assert "Missing for a run: there is no nowhere.npz" in listed(npz, override)
 
 
 def test_the_published_sizes_are_known_without_the_data(tmp_path):
