@@ -96,7 +96,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.checkpoint = read_manifest(path)
         self._written: dict[str, str] = {}  # file of each state of the round that is not committed yet, by owner
-        self._digests: dict[str, str] = {}  # SHA-256 of the states among them that this process wrote, by file
+        self._digests: dict[str, str] = {}  # SHA-256 of the states among them that lie in this folder, by file
         self._hashed: dict[str, tuple[Any, int]] = {}  # the hash of each log up to a length in bytes
 
     @classmethod
@@ -134,10 +134,14 @@ class RunDirectory:
 
     def read_refused(self) -> list[tuple[int, int, str]]:
         """Return the committed lines of refused.csv: round, client and reason."""
-        self._refuse_changed_log("refused.csv")
-        lengths = self.checkpoint.lengths
-        rows = read_csv(self.path / "refused.csv", lengths.get("refused.csv", 0 if lengths else None))
+        rows = self._read_log("refused.csv")
         return [(int(row["round"]), int(row["client"]), row["reason"]) for row in rows]
+
+    def _read_log(self, name: str) -> list[dict[str, str]]:
+        lengths = self.checkpoint.lengths
+        if (digest := self.checkpoint.digests.get(name)) is not None:
+            self._refuse_change(name, digest, lengths.get(name))
+        return read_csv(self.path / name, lengths.get(name, 0 if lengths else None))
 
     def _append(self, name: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         with written_in_place(self.path / name) as file:
@@ -149,10 +153,9 @@ class RunDirectory:
         Raises:
             UserError: metrics.csv is damaged, or was changed since it was committed.
         """
-        path = self.path / "metrics.csv"
-        self._refuse_changed_log("metrics.csv")
-        with explained(f"{path} cannot be read", f"; expected the columns {', '.join(METRICS_HEADER)}"):
-            return [_metric_row(row) for row in read_csv(path, self.checkpoint.lengths.get("metrics.csv"))]
+        claim = f"{self.path / 'metrics.csv'} cannot be read"
+        with explained(claim, f"; expected the columns {', '.join(METRICS_HEADER)}"):
+            return [_metric_row(row) for row in self._read_log("metrics.csv")]
 
     def write_spectra(self, spectra: dict[str, Tensor]) -> None:
         """Write the singular values of the final representations, float [dimension] by client."""
@@ -165,7 +168,9 @@ class RunDirectory:
 
     def adopt_client(self, index: int, round_number: int) -> None:
         """Register a client's state that the client itself has written (engine flower); see `write_client`."""
-        self._written[_client_owner(index)] = client_file(index, round_number)
+        self._written[_client_owner(index)] = name = client_file(index, round_number)
+        if not self.clients_elsewhere:
+            self._digests[name] = digest_of(self.checkpoints / name)
 
     @property
     def client_rounds(self) -> dict[int, int]:
@@ -211,7 +216,8 @@ class RunDirectory:
         # sorted, because clients that train at the same time end in any order
         files = dict(sorted((self.checkpoint.files | self._written).items()))
         logs = {name: self._hash_log(name) for name in LOGS if (self.path / name).exists()}
-        states = {name: digest for name in files.values() if (digest := self._digest_of_state(name))}
+        known = self.checkpoint.digests | self._digests  # not of states at a site, or of an earlier version's
+        states = {name: known[name] for name in files.values() if name in known}
         kept = {name: digest for name, digest in self.checkpoint.digests.items() if not _changes_by_round(name)}
         if keep is None:
             keep = 3 if sum((self.checkpoints / name).stat().st_size for name in self._digests) < LARGE else 1
@@ -272,22 +278,9 @@ class RunDirectory:
         for name, digest in chosen.digests.items():
             self._refuse_change(name, digest, chosen.lengths.get(name))
         unchanging = {name: digest for name, digest in last.digests.items() if not _changes_by_round(name)}
-        return Checkpoint(
-            round=chosen.round,
-            files=chosen.files,
-            lengths=chosen.lengths,
-            digests=unchanging | chosen.digests,
-            earlier=[one for one in earlier.values() if one.round < round_number],
-            best=chosen.best,
-            parts=last.parts,
-        )
-
-    def _digest_of_state(self, name: str) -> str | None:
-        """Return a state's SHA-256; None if a site keeps it, or an earlier version without digests committed it."""
-        known = self._digests.get(name) or self.checkpoint.digests.get(name)
-        if known or name in self.checkpoint.files.values() or self.clients_elsewhere:
-            return known
-        return digest_of(self.checkpoints / name)  # a simulated client wrote it
+        before = [one for one in earlier.values() if one.round < round_number]
+        changes = {"finished": False, "digests": unchanging | chosen.digests, "earlier": before}
+        return last.model_copy(update=dict(chosen) | changes)
 
     def _hash_log(self, name: str) -> tuple[str, int]:
         """Return the SHA-256 and length of a log; reads only what earlier calls have not hashed."""
@@ -349,10 +342,6 @@ class RunDirectory:
             if size < length:
                 problem = f"has {size} bytes, but {length} were committed: put back the file as the run wrote it"
                 raise UserError(f"{path} {problem}")
-
-    def _refuse_changed_log(self, name: str) -> None:
-        if (digest := self.checkpoint.digests.get(name)) is not None:
-            self._refuse_change(name, digest, self.checkpoint.lengths.get(name))
 
     def _refuse_change(self, name: str, expected: str, length: int | None) -> None:
         path = (self.checkpoints if re.fullmatch(STATE_FILE, name) else self.path) / name

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from fedssl.errors import UserError
 from fedssl.messages import Message
+from fedssl.run_folder import directory
+from fedssl.run_folder.directory import RunDirectory, client_file
 from fedssl.run_folder.record import Run, read_run
 from fedssl.run_folder.storage import (
     csv_text,
@@ -228,6 +230,18 @@ def test_what_a_killed_run_wrote_after_its_last_commit_does_not_count(tiny, tmp_
     (path / "metrics.csv").unlink()
     run = read_run(path)
     assert (run.last_round, run.values, run.class_counts) == (-1, {}, [])
+
+
+def test_states_that_simulated_clients_wrote_count_as_large_and_have_digests(tmp_path, monkeypatch):
+    """As those that this process writes: by default one round of large states is kept."""
+    monkeypatch.setattr(directory, "LARGE", 1000)
+    run = RunDirectory.create(tmp_path / "run", {"recipe.yaml": "name: a"})
+    for number in (0, 1):
+        digest = write_message(run.checkpoints / client_file(0, number), Message({"w": torch.zeros(1000)}))
+        run.adopt_client(0, number)
+        run.commit(number, Message(), finished=False, keep=None)
+        assert run.checkpoint.digests[client_file(0, number)] == digest
+    assert run.checkpoint.earlier == []
 
 
 @pytest.mark.parametrize(
