@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from jinja2 import Environment, PackageLoader, StrictUndefined
-
-
-@cache
-def _templates(package: str) -> Environment:
-    return Environment(
-        loader=PackageLoader(package),
-        autoescape=lambda name: name is not None and name.endswith(".html"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
 
 
 def fill_template(package: str, name: str, /, **values: object) -> str:
@@ -24,4 +10,12 @@ def fill_template(package: str, name: str, /, **values: object) -> str:
 
     In HTML every value is escaped; in other files the values stand as they are.
     """
-    return _templates(package).get_template(name).render(values)
+    templates = Environment(
+        loader=PackageLoader(package),
+        autoescape=name.endswith(".html"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return templates.get_template(name).render(values)

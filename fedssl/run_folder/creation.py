@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from ..errors import UserError
-from ..options import Options, explain_errors
+from ..errors import UserError, explained
+from ..options import Options, validated
 from ..untrusted import absolute_path, own_part_file, own_parts, parse_yaml, quoted, read_regular_file
 from .storage import digest_of, require_place, sync_path, write_atomically, writing
 
@@ -55,19 +55,15 @@ def write_manifest(path: Path, checkpoint: Checkpoint) -> None:
 def read_manifest(path: Path) -> Checkpoint:
     """Return a run's manifest, or an empty checkpoint without one; raise UserError if it is damaged or was changed."""
     file = path / "checkpoints" / "manifest.json"
-    try:
-        values = json.loads(read_regular_file(file))
+    with explained(problem := f"{file} cannot be read as a checkpoint"):
+        try:
+            values = json.loads(read_regular_file(file))
+        except (FileNotFoundError, NotADirectoryError):
+            return Checkpoint()
         digest = values.pop("digest", None)  # earlier versions wrote none
         if digest is not None and digest != _digest_of_values(values):
             raise ValueError("it was changed or is damaged; put back the file as the run wrote it")
-        return Checkpoint.model_validate(values)
-    except (FileNotFoundError, NotADirectoryError):
-        return Checkpoint()
-    except ValidationError as error:
-        problems = "; ".join(explain_errors(error, Checkpoint))
-        raise UserError(f"{file} cannot be read as a checkpoint: {problems}") from error
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read as a checkpoint: {error}") from error
+        return validated(Checkpoint, values, problem)
 
 
 def _digest_of_values(values: dict[str, Any]) -> str:

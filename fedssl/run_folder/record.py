@@ -9,7 +9,6 @@ run.overall("loss")                  # {1: 3.1, 2: 2.7, ...}
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from ..errors import explained
 from ..untrusted import MOST_BYTES, NAME_PATTERN, parse_yaml, read_regular_file
 from .directory import HISTORY, RunDirectory
-from .storage import read_csv
+from .storage import read_csv, read_rows
 
 
 @dataclass(frozen=True)
@@ -124,12 +123,9 @@ def read_run(path: str | Path) -> Run:
         recipe = parse_yaml(read_regular_file(path / "recipe.yaml", MOST_BYTES).decode(), str(path / "recipe.yaml"))
         _check_recipe(recipe)
         values = {(number, who, metric): value for number, who, metric, value in directory.read_metrics()}
-        partition = read_csv(path / "partition.csv")
-        class_names = list(partition[0])[1:] if partition else []
-        columns = next(csv.reader(read_regular_file(path / "partition.csv").decode().splitlines())) if partition else []
-        if "client" in columns[1:]:  # a class of this name, whose counts a row has in place of the first column
-            class_names.insert(columns.index("client", 1) - 1, "client")
-        class_counts = [[int(_from_zero(row[name], "partition.csv")) for name in class_names] for row in partition]
+        header, *partition = read_rows(path / "partition.csv") or [[]]
+        class_names = header[1:] if partition else []
+        class_counts = [[int(_from_zero(count, "partition.csv")) for count in row[1:]] for row in partition]
         seconds = sum(_from_zero(row["seconds"], "timings.csv") for row in read_csv(path / "timings.csv"))
         history = read_csv(path / HISTORY)
         refused = directory.read_refused()

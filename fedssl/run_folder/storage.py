@@ -205,9 +205,15 @@ def _as_read(cell: str) -> str:
 
 
 def read_csv(path: Path, length: int | None = None) -> list[dict[str, str]]:
-    """Return the rows in the first `length` bytes of a CSV file, by default all, by column name.
+    """Return the rows of a CSV file by column name, without the header; see `read_rows`."""
+    header, *rows = read_rows(path, length) or [[]]
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
-    A missing file has no rows. A last line without a line end is incomplete and left out.
+
+def read_rows(path: Path, length: int | None = None) -> list[list[str]]:
+    """Return the rows in the first `length` bytes of a CSV file, by default all; the first is the header.
+
+    A missing file has no rows. A last line without a line end is incomplete and left out, as are empty lines.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -219,14 +225,12 @@ def read_csv(path: Path, length: int | None = None) -> list[dict[str, str]]:
         return []
     text = data[: data.rfind(b"\n") + 1].decode()
     try:
-        reader = csv.DictReader(io.StringIO(text, newline=""))
-        reader.fieldnames = [_as_read(name) for name in reader.fieldnames or ()]
-        rows = list(reader)
+        rows = [[_as_read(cell) for cell in row] for row in csv.reader(io.StringIO(text, newline="")) if row]
     except csv.Error as error:
         raise ValueError(str(error)) from error
-    if any(None in row or None in row.values() for row in rows):
+    if any(len(row) != len(rows[0]) for row in rows):
         raise ValueError("a row has more or fewer cells than the header")
-    return [{name: _as_read(cell) for name, cell in row.items()} for row in rows]
+    return rows
 
 
 def write_message(path: Path, message: Message, flush: bool = True) -> str:
