@@ -255,10 +255,12 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], top: bool = True) ->
     merged = dict(values)
     for key, change in changes.items():
         old = merged.get(key)
-        join = isinstance(old, dict) and isinstance(change, dict)
-        if join and top and key in PART_KEYS:  # another part has other options
-            join = change.get("name", part_name(key, old)) == part_name(key, old)
-        merged[key] = _merge(old, change, top=False) if join else change
+        if not (isinstance(old, dict) and isinstance(change, dict)):
+            merged[key] = change
+        elif top and key in PART_KEYS and change.get("name", part_name(key, old)) != part_name(key, old):
+            merged[key] = change  # another part has other options
+        else:
+            merged[key] = _merge(old, change, top=False)
     return merged
 
 
