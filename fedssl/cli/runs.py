@@ -242,7 +242,7 @@ def _step_seconds(recipe: Recipe, data: Dataset, settings: Sequence[str]) -> tup
         return measure_pace(build_federation(recipe, data), SECONDS).step
 
     step = timed(recipe)
-    if has_bfloat16() and not any("precision" in setting for setting in settings):
+    if has_bfloat16() and not any(setting.startswith("training") and "precision" in setting for setting in settings):
         training = recipe.training.model_copy(update={"precision": "bfloat16"})
         if (faster := timed(recipe.model_copy(update={"training": training}))) <= 0.8 * step:
             return faster, "bfloat16"

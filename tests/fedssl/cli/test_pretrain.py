@@ -74,6 +74,17 @@ def test_a_small_network_is_taken_where_the_time_is_short_for_the_presets(
     assert ("resnet18 would see each image" in out) == (expected == "small_convnet_512")
 
 
+def test_a_folder_of_this_name_is_no_precision(monkeypatch):
+    monkeypatch.setattr(precision, "has_bfloat16", lambda: True)
+    monkeypatch.setattr("fedssl.federation.build_federation", lambda recipe, data: recipe)
+    seconds = {"float32": 1.0, "bfloat16": 0.5}
+    timed = lambda recipe, _: pace.Pace(seconds[recipe.training.precision], 1.0, 1.0, 1)  # noqa: E731
+    monkeypatch.setattr(pace, "measure_pace", timed)
+    recipe = load_recipe("centralised_simclr", ["preset=digits"])
+    for setting, expected in (("data.path=precision", "bfloat16"), ("training={precision: float32}", None)):
+        assert cli.runs._step_seconds(recipe, None, [setting])[1] == expected
+
+
 def test_what_cannot_be_timed_is_told_by_the_run(fedssl, monkeypatch):
     monkeypatch.setattr(precision, "has_bfloat16", lambda: True)
     code, out, err = fedssl("pretrain", "nowhere.npy", *SHORT)
