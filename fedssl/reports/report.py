@@ -29,6 +29,7 @@ from .plots import Bar, PageFigure, draw_bars, draw_curves, draw_partition, draw
 
 #: the runs of each method, by the recipe's name; several runs are the method's seeds
 Methods = Mapping[str, Sequence[Run]]
+Styles = Mapping[str, dict[str, Any]]
 _TRAFFIC = ("bytes_down", "bytes_up")
 _SPENDING = {"FLOPs of a client so far": ("flops",), "bytes that a client received and sent so far": _TRAFFIC}
 _MOST_CURVES = 40
@@ -119,39 +120,37 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
     methods: dict[str, list[Run]] = {}
     for run in runs:
         methods.setdefault(run.name, []).append(run)
-    first = {name: runs[0] for name, runs in methods.items()}
-    metrics = _evaluated_metrics(runs)
+    runs, first = list(chain(*methods.values())), [runs[0] for runs in methods.values()]
     finished = [run for runs in methods.values() for run in [run for run in runs if run.finished][:1]]
-    folders = [(name, run.seed, run.path) for name, runs in methods.items() for run in runs]
-    texts = {name: str(run.recipe.get("description") or "") for name, run in first.items()}
+    metrics, styles = _evaluated_metrics(runs), method_styles(list(methods))
     return fill_template(
         "fedssl.reports",
         "report.html",
         title=" / ".join(methods) if len(methods) <= 3 else f"{len(methods)} methods compared",
-        several_seeds=any(len(runs) > 1 for runs in methods.values()),
-        descriptions=[(name, " ".join(text.split())) for name, text in texts.items()],
+        several_seeds=len(runs) > len(methods),
+        descriptions=[(run.name, " ".join(str(run.recipe.get("description") or "").split())) for run in first],
         runs=_run_table(methods),
         warnings=[
             *(f"{name}: {warning}" for name, runs in methods.items() for warning in _warnings(runs)),
-            *_unlike_measures(methods),
+            *_unlike_measures(runs),
         ],
+        metrics=metrics,
         results=_results_table(methods, metrics),
-        labelled="knn" in metrics,
-        results_chart=_results_chart(methods, metrics),
+        results_chart=_results_chart(methods, metrics, styles),
         verdicts=[(run.name, sentence) for run in finished for sentence in verdict(run)],
-        curves=_curve_charts(methods) + _spending_charts(methods),
+        curves=_curve_charts(methods, styles) + _spending_charts(methods, styles),
         spectra=_spectra_chart(finished),
         images=pictures,
         missing=missing,
         partitions=_partition_charts(methods),
-        left_out=_left_out_table(methods),
+        left_out=_left_out_table(runs),
         clients=_client_table(methods, metrics),
-        resources=_resources_table(methods),
-        privacy=_privacy_table(methods),
-        settings=_settings_table(methods),
-        history=_history_table(methods),
-        folders=PageTable(("method", "seed", "folder"), folders, text_columns=3),
-        recipes=[(f"{name}, seed {run.seed}", _as_yaml(run.recipe)) for name, run in first.items()],
+        resources=_resources_table(runs),
+        privacy=_privacy_table(runs),
+        settings=_settings_table(first),
+        history=_history_table(runs),
+        folders=PageTable(("method", "seed", "folder"), [(run.name, run.seed, run.path) for run in runs], 3),
+        recipes=[(f"{run.name}, seed {run.seed}", _as_yaml(run.recipe)) for run in first],
     )
 
 
@@ -181,9 +180,9 @@ def _trained_images(run: Run) -> str:
     return "-" if not images else f"{images:,} images of {clients} clients" if clients > 1 else f"{images:,} images"
 
 
-def _unlike_measures(methods: Methods) -> list[str]:
+def _unlike_measures(runs: Sequence[Run]) -> list[str]:
     """Return a warning where models may not all be measured on the same number of images, which changes accuracies."""
-    if len({_measured_images(run) for runs in methods.values() for run in runs}) <= 1:
+    if len(set(map(_measured_images, runs))) == 1:
         return []
     return [
         "the models may have been measured on different numbers of images (see the table of runs), and then their "
@@ -238,10 +237,8 @@ def _before_and_after(runs: Sequence[Run], metric: str, who: str | None = None) 
     return f"{format_values(metric, before)} → {format_values(metric, after)}"
 
 
-def _results_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:
-    """Return each method's metrics before and after training; None if nothing was evaluated."""
-    if not metrics:
-        return None
+def _results_table(methods: Methods, metrics: Sequence[str]) -> PageTable:
+    """Return each method's metrics before and after training."""
     rows = [
         (name, sum(run.finished for run in runs), *(_before_and_after(runs, metric) for metric in metrics))
         for name, runs in methods.items()
@@ -249,11 +246,10 @@ def _results_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None
     return PageTable(["method", "finished runs", *map(metric_title, metrics)], rows)
 
 
-def _results_chart(methods: Methods, metrics: Sequence[str]) -> PageFigure | None:
+def _results_chart(methods: Methods, metrics: Sequence[str], styles: Styles) -> PageFigure | None:
     """Return the results as bars; None if there are fewer than two finished runs to compare."""
     if not metrics or sum(run.finished for runs in methods.values() for run in runs) < 2:
         return None
-    styles = method_styles(list(methods))
     panels: dict[str, list[Bar]] = {}
     for metric in (metric for metric in metrics if metric not in METRICS or METRICS[metric].in_bars):
         for name, runs in methods.items():
@@ -262,11 +258,10 @@ def _results_chart(methods: Methods, metrics: Sequence[str]) -> PageFigure | Non
     return page_figure(draw_bars(panels), "Accuracy and effective rank per method, before and after training")
 
 
-def _curve_charts(methods: Methods) -> list[PageFigure]:
+def _curve_charts(methods: Methods, styles: Styles) -> list[PageFigure]:
     """Return a chart of each metric logged in several rounds, up to `_MOST_CURVES`; clients may log thousands."""
     logged = {metric for runs in methods.values() for run in runs for _, _, metric in run.values} - set(_TRAFFIC)
     order = [metric for metric in _FIRST_CURVES if metric in logged] + sorted(logged - set(_FIRST_CURVES))
-    styles = method_styles(list(methods))
     charts: list[PageFigure] = []
     for metric in order:
         if len(charts) == _MOST_CURVES:
@@ -287,9 +282,8 @@ def _curve_charts(methods: Methods) -> list[PageFigure]:
     return charts
 
 
-def _spending_charts(methods: Methods) -> list[PageFigure]:
+def _spending_charts(methods: Methods, styles: Styles) -> list[PageFigure]:
     """Return what several methods reach for what a client has computed and sent by then; none for less than two."""
-    styles = method_styles(list(methods))
     charts: list[PageFigure] = []
     for metric in ("knn", "view_retrieval"):
         curves = {name: [run.overall(metric) for run in runs] for name, runs in methods.items()}
@@ -351,22 +345,21 @@ def _partition_charts(methods: Methods) -> list[PageFigure]:
     return charts
 
 
-def _left_out_table(methods: Methods) -> PageTable | None:
-    """Return a line for each client and reason of answers that did not count, or not in full; None if all did."""
+def _left_out_table(runs: Sequence[Run]) -> PageTable:
+    """Return a line for each client and reason of answers that did not count, or not in full."""
     rows: list[tuple[object, ...]] = []
-    for name, runs in methods.items():
-        for run in runs:
-            numbers: dict[tuple[int, str], list[int]] = {}
-            for number, k, reason in run.refused:
-                numbers.setdefault((k, reason), []).append(number)
-            rows += [
-                (name, run.seed, k, _from_to(rounds), printable(reason))
-                for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1]))
-            ]
+    for run in runs:
+        numbers: dict[tuple[int, str], list[int]] = {}
+        for number, k, reason in run.refused:
+            numbers.setdefault((k, reason), []).append(number)
+        rows += [
+            (run.name, run.seed, k, _from_to(rounds), printable(reason))
+            for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1]))
+        ]
     if len(rows) > _MOST_LEFT_OUT:
         more = f"and {len(rows) - _MOST_LEFT_OUT} more lines: see refused.csv"
         rows = [*rows[:_MOST_LEFT_OUT], ("", "", "", "", more)]
-    return PageTable(("method", "seed", "client", "rounds", "reason"), rows, text_columns=5) if rows else None
+    return PageTable(("method", "seed", "client", "rounds", "reason"), rows, text_columns=5)
 
 
 def _from_to(rounds: Sequence[int]) -> str:
@@ -374,10 +367,8 @@ def _from_to(rounds: Sequence[int]) -> str:
     return f"{len(rounds)} of rounds {rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
 
 
-def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:
-    """Return the metrics of each client's model, or the global one, before and after; None if nothing was evaluated."""
-    if not metrics:
-        return None
+def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable:
+    """Return the metrics of each client's model, or the global one, before and after training."""
     rows: list[tuple[object, ...]] = []
     mean_rows: dict[int, str] = {}
     for name, runs in methods.items():
@@ -393,49 +384,42 @@ def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable | None:
     return PageTable(header, rows, text_columns=3, row_classes=mean_rows)
 
 
-def _resources_table(methods: Methods) -> PageTable:
+def _resources_table(runs: Sequence[Run]) -> PageTable:
     """Return the largest memory of a step in any round, and the operations and traffic of all rounds and clients."""
     rows = []
-    for name, runs in methods.items():
-        for run in runs:
-            memory, (down, up) = max(run.overall("memory").values(), default=0.0), map(run.total, _TRAFFIC)
-            taken = format_bytes(memory), format_flops(run.total("flops")), *map(format_bytes, (down, up, down + up))
-            rows.append((name, run.seed, max(run.last_round, 0), *taken))
+    for run in runs:
+        memory, (down, up) = max(run.overall("memory").values(), default=0.0), map(run.total, _TRAFFIC)
+        taken = format_bytes(memory), format_flops(run.total("flops")), *map(format_bytes, (down, up, down + up))
+        rows.append((run.name, run.seed, max(run.last_round, 0), *taken))
     header = ("method", "seed", "rounds", "memory", "FLOPs", "down to clients", "up to the server", "together")
     return PageTable(header, rows)
 
 
-def _settings_table(methods: Methods) -> PageTable | None:
-    """Return the settings in which the methods' first runs differ, or None; the recipes below have all of them."""
-    recipes = [flatten_keys(dict(runs[0].recipe)) for runs in methods.values()]
+def _settings_table(first: Sequence[Run]) -> PageTable:
+    """Return the settings in which the methods' first runs differ; the recipes below have all of them."""
+    recipes = [flatten_keys(dict(run.recipe)) for run in first]
     rows = [(key, *(str(recipe.get(key, "-")) for recipe in recipes)) for key in dict.fromkeys(chain(*recipes))]
     rows = [row for row in rows if len(set(row[1:])) > 1 and row[0] not in ("name", "seed", "description")]
-    return PageTable(("setting", *methods), rows, text_columns=1 + len(methods)) if rows else None
+    return PageTable(("setting", *(run.name for run in first)), rows, text_columns=1 + len(first))
 
 
-def _history_table(methods: Methods) -> PageTable | None:
-    """Return a line for each option that was changed when a run went on; None if there is none."""
+def _history_table(runs: Sequence[Run]) -> PageTable:
+    """Return a line for each option that was changed when a run went on."""
     columns = ("round", "option", "before", "after", "when", "version")
-    rows = [
-        (name, run.seed, *(change.get(column, "") for column in columns))
-        for name, runs in methods.items()
-        for run in runs
-        for change in run.history
-    ]
-    return PageTable(("method", "seed", "after round", *columns[1:]), rows, text_columns=8) if rows else None
+    rows = [(run.name, run.seed, *(change.get(c, "") for c in columns)) for run in runs for change in run.history]
+    return PageTable(("method", "seed", "after round", *columns[1:]), rows, text_columns=8)
 
 
-def _privacy_table(methods: Methods) -> PageTable | None:
-    """Return a line for each run with differential privacy: its options, and the clients' epsilon; None without any."""
+def _privacy_table(runs: Sequence[Run]) -> PageTable:
+    """Return a line for each run with differential privacy: its options, and the clients' epsilon."""
     rows: list[tuple[object, ...]] = []
-    for name, runs in methods.items():
-        for run in runs:
-            flower, last = run.recipe.get("flower"), run.last_round
-            privacy = flower.get("differential_privacy") if isinstance(flower, dict) else None
-            if isinstance(privacy, dict) and privacy:
-                options = ", ".join(f"{key}={value}" for key, value in privacy.items() if value is not None)
-                spent = [v for (n, who, m), v in run.values.items() if (n, m) == (last, "epsilon") and who.isdigit()]
-                bounds = (f"{bound(spent):.4g}" if spent else "-" for bound in (min, max))
-                rows.append((name, run.seed, options, max(last, 0), *bounds))
+    for run in runs:
+        flower, last = run.recipe.get("flower"), run.last_round
+        privacy = flower.get("differential_privacy") if isinstance(flower, dict) else None
+        if isinstance(privacy, dict) and privacy:
+            options = ", ".join(f"{key}={value}" for key, value in privacy.items() if value is not None)
+            spent = [v for (n, who, m), v in run.values.items() if (n, m) == (last, "epsilon") and who.isdigit()]
+            bounds = (f"{bound(spent):.4g}" if spent else "-" for bound in (min, max))
+            rows.append((run.name, run.seed, options, max(last, 0), *bounds))
     header = ("method", "seed", "mechanism", "rounds", "smallest epsilon", "largest")
-    return PageTable(header, rows, text_columns=3) if rows else None
+    return PageTable(header, rows, text_columns=3)
