@@ -215,35 +215,27 @@ def evaluate_model(
         UserError: a representation is not finite, or an evaluation's own training diverged.
     """
     whole, dataset = dataset, measured_sample(dataset, options.images, seed)
-    encoder = model.encoder
-    if not dataset.labelled:
-        features = extract_features(encoder, dataset.measured_images)
-        viewed = dataset.measured_images
-        if dataset is not whole:  # a view costs as much as an image
-            viewed = viewed[: max(2, len(viewed) // _IMAGES_PER_VIEWED)]
-        views, pixels = _view_features(model, viewed, augmentation, seed)
-        metrics = measured_values(MeasuredImages(features, views=views, view_pixels=pixels))
-        if linear and dataset.train_targets is not None and dataset.test_targets is not None:
-            train, test = measured_on(model.device, extract_features(encoder, dataset.train_images), features)
-            auroc = linear_auroc(train, dataset.train_targets, test, dataset.test_targets, options.linear, seed)
-            if auroc is not None:
-                metrics["linear_auroc"] = auroc
-        return metrics, singular_values(features)
-    train = extract_features(encoder, dataset.train_images)
-    test = extract_features(encoder, dataset.test_images)
-    train, test_on_device = measured_on(model.device, train, test)
-    labelled = (train, dataset.train_labels, test_on_device, dataset.test_labels)
-    several = _several_classes(dataset)
-    metrics = {}
-    if several:  # or else an accuracy says nothing
-        metrics["knn"] = knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)
-    measured = MeasuredImages(test, dataset.test_labels)
-    if (linear or options.keeps_best) and own_classes:  # before and after training
-        views, pixels = _view_features(model, dataset.test_images, augmentation, seed)
+    encoder, images = model.encoder, dataset.measured_images
+    test = extract_features(encoder, images)
+    measured = MeasuredImages(test, dataset.test_labels if dataset.labelled else None)
+    if not dataset.labelled or (own_classes and (linear or options.keeps_best)):  # before and after training
+        if not dataset.labelled and dataset is not whole:  # a view costs as much as an image
+            images = images[: max(2, len(images) // _IMAGES_PER_VIEWED)]
+        views, pixels = _view_features(model, images, augmentation, seed)
         measured = measured._replace(views=views, view_pixels=pixels)
-    metrics |= measured_values(measured)
-    if not several:
-        return metrics, singular_values(test)
+    metrics, spectrum = measured_values(measured), singular_values(test)
+    if dataset.labelled and not _several_classes(dataset):  # an accuracy says nothing
+        return metrics, spectrum
+    if not dataset.labelled:
+        if linear and dataset.train_targets is not None and dataset.test_targets is not None:
+            train, test = measured_on(model.device, extract_features(encoder, dataset.train_images), test)
+            auroc = linear_auroc(train, dataset.train_targets, test, dataset.test_targets, options.linear, seed)
+            metrics |= {} if auroc is None else {"linear_auroc": auroc}
+        return metrics, spectrum
+    train, test_on_device = measured_on(model.device, extract_features(encoder, dataset.train_images), test)
+    labelled = (train, dataset.train_labels, test_on_device, dataset.test_labels)
+    knn = knn_accuracy(*labelled, neighbors=options.neighbors, temperature=options.temperature)
+    metrics = {"knn": knn} | metrics
     if own_classes and CLASSIFIER in model.online:
         with torch.no_grad():
             predicted = model.online[CLASSIFIER](test.to(model.device)).argmax(dim=1).cpu()
@@ -264,7 +256,7 @@ def evaluate_model(
     if fine_tune and options.fine_tune is not None:
         scores = fine_tuned_scores(encoder, whole, options.fine_tune, seed)
         metrics |= {f"fine_tune_{name}": value for name, value in scores.items()}
-    return metrics, singular_values(test)
+    return metrics, spectrum
 
 
 def _several_classes(dataset: Dataset) -> bool:

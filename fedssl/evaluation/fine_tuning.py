@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -146,9 +147,9 @@ def fine_tuned_scores(encoder: nn.Module, dataset: Dataset, options: FineTuneOpt
         assert dataset.validation_images is not None
         assert dataset.validation_labels is not None
         images, labels = dataset.validation_images, dataset.validation_labels
-    generator = torch.Generator().manual_seed(seed)
-    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, options.tuning(), seed, generator)
-    return classification_scores(predicted, dataset.test_labels)
+    tuning, generator = options.tuning(), torch.Generator().manual_seed(seed)
+    network = fine_tuned_network(encoder, images, labels, len(dataset.class_names), tuning, seed, generator)
+    return classification_scores(_predicted_classes(network, dataset.test_images, tuning), dataset.test_labels)
 
 
 def semi_supervised_accuracy(
@@ -159,10 +160,11 @@ def semi_supervised_accuracy(
     The labelled part, see `labeled_subset`, is a `fraction` of each class, above 0 and at most 1. The seed decides it
     too, besides what it decides in `fine_tuned_scores`. A UserError is raised if fine-tuning diverged.
     """
-    generator = torch.Generator().manual_seed(seed)
-    labeled = labeled_subset(dataset.train_labels, fraction, generator)
-    images, labels = dataset.train_images[labeled], dataset.train_labels[labeled]
-    predicted = _fine_tune_and_predict(encoder, dataset, images, labels, options.tuning(fraction), seed, generator)
+    tuning, generator = options.tuning(fraction), torch.Generator().manual_seed(seed)
+    rows = labeled_subset(dataset.train_labels, fraction, generator)
+    images, labels = dataset.train_images[rows], dataset.train_labels[rows]
+    network = fine_tuned_network(encoder, images, labels, len(dataset.class_names), tuning, seed, generator)
+    predicted = _predicted_classes(network, dataset.test_images, tuning)
     return 100.0 * int((predicted == dataset.test_labels.cpu()).sum()) / len(predicted)
 
 
@@ -181,18 +183,9 @@ def labeled_subset(labels: Tensor, fraction: float, generator: torch.Generator) 
     return torch.cat(chosen).sort().values
 
 
-def _fine_tune_and_predict(
-    encoder: nn.Module,
-    dataset: Dataset,
-    images: Images,
-    labels: Tensor,
-    tuning: FineTuning,
-    seed: int,
-    generator: torch.Generator,
-) -> Tensor:
-    """Return the predicted classes of the test images, int64 [m], after fine-tuning on `images` and `labels`."""
-    network = fine_tuned_network(encoder, images, labels, len(dataset.class_names), tuning, seed, generator)
-    logits = extract_outputs(network, dataset.test_images)
+def _predicted_classes(network: nn.Module, images: Images, tuning: FineTuning) -> Tensor:
+    """Return the classes, int64 [m], that a fine-tuned network predicts for uint8 images [m, C, H, W]."""
+    logits = extract_outputs(network, images)
     if not torch.isfinite(logits).all():
         largest_rate = max(tuning.learning_rate, tuning.classifier_learning_rate or 0.0)
         raise UserError(f"learning_rate: fine-tuning diverged at {largest_rate}; choose a lower one")
@@ -248,9 +241,8 @@ def _preparation(
     """From uint8 images [n, C, H, W] on the device, their row numbers [n] and the epoch to normalised float32 ones."""
     if augmentation == "crop_and_flip":
         key = ViewKey(seed_for(seed, "fine-tuning", "views"))
-        return lambda images, rows, epoch: draw_views(
-            _CROP_AND_FLIP, images, rows, key._replace(epoch=epoch), device, count=1
-        )[0]
+        draw = partial(draw_views, _CROP_AND_FLIP, device=device, count=1)
+        return lambda images, rows, epoch: draw(images, rows, key._replace(epoch=epoch))[0]
     if augmentation == "rand_augment":
         from torchvision.transforms import RandAugment  # here, as importing it takes a second
 

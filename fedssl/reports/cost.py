@@ -107,7 +107,7 @@ class _Counter:
         self.only_weights = all(a.exchanges_weights for a in self.method.aggregators)
         self.compares_stages = any(r.needs_previous_model for r in self.method.regularizers)
         self.counts: dict[tuple[object, ...], _Count] = {}
-        self.memories: dict[tuple[object, int | None], Message] = {}
+        self.memories: dict[tuple[object, int], Message] = {}  # after a round of a stage
         self.opened: dict[int, Message] = {}
         self.models: dict[str, Model] = {}
 
@@ -137,12 +137,10 @@ class _Counter:
         if kind not in self.counts:
             client = self._client(k)
             past = architecture if self.only_weights else k  # all clients with the same past have the same memory
-            if last_stage is None:
-                client.memory = self.opened.get(k, Message()).copy()
-            else:
-                client.memory = self.memories[past, last_stage if self.compares_stages else None].copy()
+            opened = self.opened.get(k, Message())
+            client.memory = (opened if last_stage is None else self.memories[past, last_stage]).copy()
             reply, step = self.method.counted_round(client, received, number, most_steps=0)
-            self.memories.setdefault((past, stage if self.compares_stages else None), client.memory)
+            self.memories.setdefault((past, stage), client.memory)
             self.counts[kind] = _Count(None if self.only_weights else reply, reply.num_bytes, step)
         return self.counts[kind]
 
@@ -159,12 +157,9 @@ class _Counter:
 
 def totals(costs: Sequence[RoundCost]) -> dict[str, int]:
     """Return by name `memory`, the bytes of the largest step, and the sums `flops`, `bytes_down` and `bytes_up`."""
-    return {
-        "memory": max((step.memory for cost in costs for step in cost.step.values()), default=0),
-        "flops": sum(sum(cost.flops.values()) for cost in costs),
-        "bytes_down": sum(sum(cost.bytes_down.values()) for cost in costs),
-        "bytes_up": sum(sum(cost.bytes_up.values()) for cost in costs),
-    }
+    memory = max((step.memory for cost in costs for step in cost.step.values()), default=0)
+    summed = ("flops", "bytes_down", "bytes_up")
+    return {"memory": memory, **{name: sum(sum(getattr(cost, name).values()) for cost in costs) for name in summed}}
 
 
 def format_costs(costs: Sequence[RoundCost]) -> TextTable:

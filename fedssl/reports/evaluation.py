@@ -56,8 +56,8 @@ def evaluate(
         rounded to two decimals.
 
     Raises:
-        UserError: the folder holds no run or encoder, no round is finished yet, a fraction is out of range, or the data
-            cannot be read.
+        UserError: the folder holds no run or encoder, no round is finished yet, a fraction is out of range, the data
+            are missing or do not fit, the recipe names code that is not trusted, or the file cannot be written.
     """
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
     other = None if data is None else validated(DataOptions, data, "data")
@@ -73,30 +73,21 @@ def write_evaluation(
     data: DataOptions | None = None,
     trust: bool = False,
 ) -> Path:
-    """Evaluate the models of a run's last checkpoint, each client's and their mean or the global one, or an export.
+    """Evaluate as `evaluate` does, which has the same errors, and return the written file.
+
+    That is FOLDER/evaluation.csv, or FOLDER/evaluation-DATA.csv for other data, with a line per client and a column per
+    measure.
 
     Args:
-        path: the run's folder, or that of an exported encoder, which needs `data`.
-        fractions: labelled fractions to fine-tune on, in (0, 1], besides the recipe's; the papers' are 0.01 and 0.1.
+        fractions: `semi_supervised` of `evaluate`; they come on top of the recipe's, and the papers' are 0.01 and 0.1.
         note: called with a line of text before each model.
         fine_tune: how to fine-tune on all labels (default: as in the recipe, if it does).
-        data: labelled data in place of the run's, see `load_downstream`.
-        trust: see `load_stored_recipe`.
-
-    Returns:
-        FOLDER/evaluation.csv, or FOLDER/evaluation-DATA.csv for other data, with a line per client and a column per
-        measure.
-
-    Raises:
-        UserError: the folder holds neither, or no finished round; a fraction is not in (0, 1]; the data are missing or
-            do not fit; the recipe names code that is not trusted; or the file cannot be written.
     """
     for fraction in fractions:
         if not 0 < fraction <= 1:
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
     exported = is_encoder_folder(path)
     models: Iterable[tuple[str, Model]]
-    shape: Sequence[int]
     augmentation: Augmentation = RandomViews()
     downstream: Mapping[str, Dataset] = {}
     if exported:
