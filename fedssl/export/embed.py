@@ -89,17 +89,17 @@ def embed_images(
     network.to(device_named("auto"))
     each = [_batches(source, encoder, window or encoder.window, follow_links) for source in sources]
     total = sum(count for count, _ in each)
-    prefixes = [f"{printable(source)}/" if len(sources) > 1 else "" for source in sources]
     names: list[str] = []
     features: list[Tensor] = []
     unreadable: list[str] = []
-    batches = ((prefix, *batch) for prefix, (_, parts) in zip(prefixes, each, strict=True) for batch in parts)
-    for prefix, batch_names, pixels, batch_unreadable in batches:
-        unreadable += batch_unreadable
-        names += [prefix + name for name in batch_names]
-        if batch_names and (skip_broken or not unreadable):
-            features.append(extract_outputs(network, pixels))
-        progress(len(names) + len(unreadable), total)
+    for source, (_, batches) in zip(sources, each, strict=True):
+        prefix = f"{printable(source)}/" if len(sources) > 1 else ""
+        for batch_names, pixels, batch_unreadable in batches:
+            unreadable += batch_unreadable
+            names += [prefix + name for name in batch_names]
+            if batch_names and (skip_broken or not unreadable):
+                features.append(extract_outputs(network, pixels))
+            progress(len(names) + len(unreadable), total)
     summary = f"{len(unreadable)} of {total} files cannot be read: {listed(unreadable, most=5)}"
     if unreadable and not skip_broken:
         raise UserError(f"{summary}; repair or remove them, or leave them out with --skip-broken")
@@ -111,9 +111,8 @@ def embed_images(
     if not torch.isfinite(array).all():
         problem = "gives NaN or infinite values for these images; was its training stable?"
         raise UserError(f"the encoder in {folder} {problem}")
-    data = _file_content(output.suffix, names, array.numpy())
     make_folder(output.absolute().parent)
-    write_atomically(output, data)
+    write_atomically(output, _file_content(output.suffix, names, array.numpy()))
     return summary if unreadable else ""
 
 
@@ -153,10 +152,8 @@ def _batches(
 def _from_files(
     folder: Path, files: Sequence[Path], encoder: TrainedEncoder, window: Window | None
 ) -> Iterator[ImageBatch]:
-    shape, asked_for = encoder.image_shape, encoder.channels
-    channels, height, width = shape
-    if channels not in (1, 3):
-        asked_for = channels
+    channels, height, width = shape = encoder.image_shape
+    asked_for = encoder.channels if channels in (1, 3) else channels
     with _as_options():
         window = window or range_of_float_files(files, asked_for)
     for start in range(0, len(files), _AT_A_TIME):

@@ -113,18 +113,8 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
 
 def load_script(config: dict[str, Any], network: Any) -> str:
     """Return the text of load.py, given config.json and the encoder."""
-    ours = config["fedssl"]
-    return fill_template(
-        "fedssl.export",
-        "load.py.jinja",
-        timm="model_args" in config,
-        stem_width=int(network.conv1.out_channels) if has_small_image_stem(network) else None,
-        channels=ours["image_shape"][0],
-        shape=", ".join(map(str, ours["image_shape"])),
-        features=config["num_features"],
-        mean=MEAN,
-        std=STD,
-    )
+    stem_width = int(network.conv1.out_channels) if has_small_image_stem(network) else None
+    return fill_template("fedssl.export", "load.py.jinja", config=config, stem_width=stem_width)
 
 
 def _pretrained_cfg(name: str) -> dict[str, Any]:

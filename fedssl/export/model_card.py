@@ -16,7 +16,6 @@ from .trained_encoder import GLOBAL, EncoderOfRun
 def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: bool) -> str:
     """Return the text of README.md, given config.json, the run's folder, and whether encoder.onnx is there."""
     run = read_run(path)
-    ours, (_, height, width) = config["fedssl"], config["fedssl"]["image_shape"]
     who = chosen.owner if (run.rounds, chosen.owner, "effective_rank") in run.values else "mean"
     window = chosen.encoder.window
     if isinstance(window, tuple):
@@ -28,23 +27,13 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: b
     return fill_template(
         "fedssl.export",
         "model_card.md.jinja",
-        title=f"{ours['architecture']} by {ours['method']}",
-        sentence=" ".join(chosen.recipe.description.split()) or f"the recipe `{ours['method']}`.",
+        config=config,
+        sentence=" ".join(chosen.recipe.description.split()),
         facts=_facts(chosen, config, run),
         verdict=" ".join(verdict(run)),
         figures=_figures(run, who),
         means=who == "mean",
         labelled=(run.rounds, who, "knn") in run.values,
-        shape=", ".join(map(str, ours["image_shape"])),
-        timm="model_args" in config,
-        small_stem=ours["stem"].startswith("3x3"),
-        architecture=config["architecture"],
-        arguments=", ".join(f"{name}={value!r}" for name, value in config.get("model_args", {}).items()),
-        mean=ours["mean"][0],
-        std=ours["std"][0],
-        height=height,
-        width=width,
-        features=config["num_features"],
         window=window_text,
         onnx=onnx,
     )
