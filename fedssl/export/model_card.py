@@ -29,7 +29,10 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: b
         "model_card.md.jinja",
         config=config,
         sentence=" ".join(chosen.recipe.description.split()),
-        facts=_facts(chosen, config, run),
+        parameters=sum(parameter.numel() for parameter in chosen.encoder.network.parameters()),
+        clients=chosen.recipe.partition.clients,
+        own_images=0 if chosen.owner == GLOBAL or not run.class_counts else sum(run.class_counts[int(chosen.owner)]),
+        images=sum(map(sum, run.class_counts)),
         verdict=" ".join(verdict(run)),
         figures=_figures(run, who),
         means=who == "mean",
@@ -37,29 +40,6 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: b
         window=window_text,
         onnx=onnx,
     )
-
-
-def _facts(chosen: EncoderOfRun, config: dict[str, Any], run: Run) -> dict[str, Any]:
-    ours, recipe = config["fedssl"], chosen.recipe
-    parameters = sum(parameter.numel() for parameter in chosen.encoder.network.parameters())
-    sizes = [sum(counts) for counts in run.class_counts]
-    data_size = f"{sum(sizes):,} of all clients together" if sum(sizes) else "at the clients' sites"
-    model = f"the global model after round {chosen.round}"
-    if chosen.owner != GLOBAL:
-        model = f"of client {chosen.owner}, after its training in round {chosen.round}"
-        data_size = f"{sizes[int(chosen.owner)]:,} of this client, {data_size}" if sum(sizes) else data_size
-    return {
-        "architecture": f"{ours['architecture']}, {parameters:,} parameters",
-        "stem": ours["stem"],
-        "image": "{} x {} x {} (channels x height x width)".format(*ours["image_shape"]),
-        "features": config["num_features"],
-        "objective": ours["objective"],
-        "model": model,
-        "rounds": recipe.rounds,
-        "clients": recipe.partition.clients,
-        "training images": data_size,
-        "run": f"{ours['run']}, seed {recipe.seed}, fedssl {ours['version']}",
-    }
 
 
 def _figures(run: Run, who: str) -> list[tuple[str, str, str]]:

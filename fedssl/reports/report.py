@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,8 @@ from .plots import Bar, PageFigure, draw_bars, draw_curves, draw_partition, draw
 #: the runs of each method, by the recipe's name; several runs are the method's seeds
 Methods = Mapping[str, Sequence[Run]]
 Styles = Mapping[str, dict[str, Any]]
+#: of a table, whose header is in the template
+Rows = list[tuple[object, ...]]
 _TRAFFIC = ("bytes_down", "bytes_up")
 _SPENDING = {"FLOPs of a client so far": ("flops",), "bytes that a client received and sent so far": _TRAFFIC}
 _MOST_CURVES = 40
@@ -39,21 +41,6 @@ _CURVE_NOTES = {
     "loss": "What each client minimises alone. Losses of different objectives do not compare.",
     "cka": "High CKA alone is not success: a collapsed representation aligns perfectly. See the effective rank.",
 }
-_SPECTRA_CAPTION = (
-    "The share of the variance along each of the first 100 principal axes, natural logarithm, of the global model or "
-    "the mean of the clients' own, in each method's first finished run. A line that falls off early means that few "
-    "directions carry everything: dimensional collapse."
-)
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """A table on a page; each row is as long as the header."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    text_columns: int = 1  # how many, from the left, hold text; the others hold numbers, aligned right
-    row_classes: Mapping[int, str] = field(default_factory=dict)  # CSS classes by the row's index
 
 
 def write_report(
@@ -129,13 +116,12 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
         title=" / ".join(methods) if len(methods) <= 3 else f"{len(methods)} methods compared",
         several_seeds=len(runs) > len(methods),
         descriptions=[(run.name, " ".join(str(run.recipe.get("description") or "").split())) for run in first],
-        runs=_run_table(methods),
-        warnings=[
-            *(f"{name}: {warning}" for name, runs in methods.items() for warning in _warnings(runs)),
-            *_unlike_measures(runs),
-        ],
+        runs=_runs(methods),
+        warnings=[f"{name}: {warning}" for name, runs in methods.items() for warning in _warnings(runs)],
+        unlike_measures=len(set(map(_measured_images, runs))) > 1,
         metrics=metrics,
-        results=_results_table(methods, metrics),
+        titles=list(map(metric_title, metrics)),
+        results=_results(methods, metrics),
         results_chart=_results_chart(methods, metrics, styles),
         verdicts=[(run.name, sentence) for run in finished for sentence in verdict(run)],
         curves=_curve_charts(methods, styles) + _spending_charts(methods, styles),
@@ -143,13 +129,13 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
         images=pictures,
         missing=missing,
         partitions=_partition_charts(methods),
-        left_out=_left_out_table(runs),
-        clients=_client_table(methods, metrics),
-        resources=_resources_table(runs),
-        privacy=_privacy_table(runs),
-        settings=_settings_table(first),
-        history=_history_table(runs),
-        folders=PageTable(("method", "seed", "folder"), [(run.name, run.seed, run.path) for run in runs], 3),
+        left_out=_left_out(runs),
+        clients=_clients(methods, metrics),
+        resources=_resources(runs),
+        privacy=_privacy(runs),
+        settings=_settings(first),
+        history=_history(runs),
+        folders=[(run.name, run.seed, run.path) for run in runs],
         recipes=[(f"{run.name}, seed {run.seed}", _as_yaml(run.recipe)) for run in first],
     )
 
@@ -158,8 +144,8 @@ def _as_yaml(recipe: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=100)
 
 
-def _run_table(methods: Methods) -> PageTable:
-    rows = []
+def _runs(methods: Methods) -> Rows:
+    rows: Rows = []
     for name, runs in methods.items():
         finished = sum(run.finished for run in runs)
         state = "finished" if finished == len(runs) else f"{finished} of {len(runs)} finished"
@@ -170,24 +156,13 @@ def _run_table(methods: Methods) -> PageTable:
             for of_run in (lambda run: format_duration(run.seconds), _trained_images, _measured_images)
         )
         rows.append((name, ", ".join(str(run.seed) for run in runs), progress, times, trained, measured))
-    header = ("method", "seeds", "state", "time of a run", "trained on", "measured on")
-    return PageTable(header, rows, text_columns=len(header))
+    return rows
 
 
 def _trained_images(run: Run) -> str:
     """Return on how many images a run trains, as far as its clients state them."""
     images, clients = sum(map(sum, run.class_counts)), len(run.class_counts)
     return "-" if not images else f"{images:,} images of {clients} clients" if clients > 1 else f"{images:,} images"
-
-
-def _unlike_measures(runs: Sequence[Run]) -> list[str]:
-    """Return a warning where models may not all be measured on the same number of images, which changes accuracies."""
-    if len(set(map(_measured_images, runs))) == 1:
-        return []
-    return [
-        "the models may have been measured on different numbers of images (see the table of runs), and then their "
-        "accuracies do not compare: fedssl evaluate RUN measures each on all, as evaluation.images=null does in a run"
-    ]
 
 
 def _measured_images(run: Run) -> str:
@@ -237,13 +212,12 @@ def _before_and_after(runs: Sequence[Run], metric: str, who: str | None = None) 
     return f"{format_values(metric, before)} → {format_values(metric, after)}"
 
 
-def _results_table(methods: Methods, metrics: Sequence[str]) -> PageTable:
+def _results(methods: Methods, metrics: Sequence[str]) -> Rows:
     """Return each method's metrics before and after training."""
-    rows = [
+    return [
         (name, sum(run.finished for run in runs), *(_before_and_after(runs, metric) for metric in metrics))
         for name, runs in methods.items()
     ]
-    return PageTable(["method", "finished runs", *map(metric_title, metrics)], rows)
 
 
 def _results_chart(methods: Methods, metrics: Sequence[str], styles: Styles) -> PageFigure | None:
@@ -304,7 +278,7 @@ def _spectra_chart(finished: Sequence[Run]) -> PageFigure | None:
     spectra = {run.name: found for run in finished if (found := read_spectra(run.path))}
     if not spectra:
         return None
-    return page_figure(draw_spectra(spectra), "Log share of the variance by principal axis", _SPECTRA_CAPTION)
+    return page_figure(draw_spectra(spectra), "Log share of the variance by principal axis")
 
 
 def _spent_by_round(runs: Sequence[Run], amounts: Sequence[str]) -> dict[int, float]:
@@ -345,9 +319,9 @@ def _partition_charts(methods: Methods) -> list[PageFigure]:
     return charts
 
 
-def _left_out_table(runs: Sequence[Run]) -> PageTable:
+def _left_out(runs: Sequence[Run]) -> Rows:
     """Return a line for each client and reason of answers that did not count, or not in full."""
-    rows: list[tuple[object, ...]] = []
+    rows: Rows = []
     for run in runs:
         numbers: dict[tuple[int, str], list[int]] = {}
         for number, k, reason in run.refused:
@@ -359,7 +333,7 @@ def _left_out_table(runs: Sequence[Run]) -> PageTable:
     if len(rows) > _MOST_LEFT_OUT:
         more = f"and {len(rows) - _MOST_LEFT_OUT} more lines: see refused.csv"
         rows = [*rows[:_MOST_LEFT_OUT], ("", "", "", "", more)]
-    return PageTable(("method", "seed", "client", "rounds", "reason"), rows, text_columns=5)
+    return rows
 
 
 def _from_to(rounds: Sequence[int]) -> str:
@@ -367,10 +341,9 @@ def _from_to(rounds: Sequence[int]) -> str:
     return f"{len(rounds)} of rounds {rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
 
 
-def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable:
-    """Return the metrics of each client's model, or the global one, before and after training."""
-    rows: list[tuple[object, ...]] = []
-    mean_rows: dict[int, str] = {}
+def _clients(methods: Methods, metrics: Sequence[str]) -> Rows:
+    """Return the metrics of each client's model, and of the global one or the mean, before and after training."""
+    rows: Rows = []
     for name, runs in methods.items():
         owners = {who for run in runs for _, who, metric in run.values if metric in metrics and who != "mean"}
         for who in sorted(owners, key=lambda who: (not who.isdigit(), int(who) if who.isdigit() else 0)):
@@ -379,40 +352,35 @@ def _client_table(methods: Methods, metrics: Sequence[str]) -> PageTable:
             rows.append((name, model, architecture, *(_before_and_after(runs, metric, who) for metric in metrics)))
         if "global" not in owners:
             rows.append((name, "mean", "", *(_before_and_after(runs, metric) for metric in metrics)))
-        mean_rows[len(rows) - 1] = "mean"
-    header = ["method", "model of", "architecture", *map(metric_title, metrics)]
-    return PageTable(header, rows, text_columns=3, row_classes=mean_rows)
+    return rows
 
 
-def _resources_table(runs: Sequence[Run]) -> PageTable:
+def _resources(runs: Sequence[Run]) -> Rows:
     """Return the largest memory of a step in any round, and the operations and traffic of all rounds and clients."""
-    rows = []
+    rows: Rows = []
     for run in runs:
         memory, (down, up) = max(run.overall("memory").values(), default=0.0), map(run.total, _TRAFFIC)
         taken = format_bytes(memory), format_flops(run.total("flops")), *map(format_bytes, (down, up, down + up))
         rows.append((run.name, run.seed, max(run.last_round, 0), *taken))
-    header = ("method", "seed", "rounds", "memory", "FLOPs", "down to clients", "up to the server", "together")
-    return PageTable(header, rows)
+    return rows
 
 
-def _settings_table(first: Sequence[Run]) -> PageTable:
+def _settings(first: Sequence[Run]) -> Rows:
     """Return the settings in which the methods' first runs differ; the recipes below have all of them."""
     recipes = [flatten_keys(dict(run.recipe)) for run in first]
     rows = [(key, *(str(recipe.get(key, "-")) for recipe in recipes)) for key in dict.fromkeys(chain(*recipes))]
-    rows = [row for row in rows if len(set(row[1:])) > 1 and row[0] not in ("name", "seed", "description")]
-    return PageTable(("setting", *(run.name for run in first)), rows, text_columns=1 + len(first))
+    return [row for row in rows if len(set(row[1:])) > 1 and row[0] not in ("name", "seed", "description")]
 
 
-def _history_table(runs: Sequence[Run]) -> PageTable:
+def _history(runs: Sequence[Run]) -> Rows:
     """Return a line for each option that was changed when a run went on."""
     columns = ("round", "option", "before", "after", "when", "version")
-    rows = [(run.name, run.seed, *(change.get(c, "") for c in columns)) for run in runs for change in run.history]
-    return PageTable(("method", "seed", "after round", *columns[1:]), rows, text_columns=8)
+    return [(run.name, run.seed, *(change.get(c, "") for c in columns)) for run in runs for change in run.history]
 
 
-def _privacy_table(runs: Sequence[Run]) -> PageTable:
+def _privacy(runs: Sequence[Run]) -> Rows:
     """Return a line for each run with differential privacy: its options, and the clients' epsilon."""
-    rows: list[tuple[object, ...]] = []
+    rows: Rows = []
     for run in runs:
         flower, last = run.recipe.get("flower"), run.last_round
         privacy = flower.get("differential_privacy") if isinstance(flower, dict) else None
@@ -421,5 +389,4 @@ def _privacy_table(runs: Sequence[Run]) -> PageTable:
             spent = [v for (n, who, m), v in run.values.items() if (n, m) == (last, "epsilon") and who.isdigit()]
             bounds = (f"{bound(spent):.4g}" if spent else "-" for bound in (min, max))
             rows.append((run.name, run.seed, options, max(last, 0), *bounds))
-    header = ("method", "seed", "mechanism", "rounds", "smallest epsilon", "largest")
-    return PageTable(header, rows, text_columns=3)
+    return rows
