@@ -87,13 +87,5 @@ class LocalRound:
         self._logged[name].append(value)
 
     def logged(self) -> dict[str, float]:
-        """Return the mean of what was logged by each name; tensors of one device and dtype are read together."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for tensor in (value for values in self._logged.values() for value in values if isinstance(value, Tensor)):
-            kinds[tensor.device, tensor.dtype].append(tensor)
-        read = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in kinds.items()}
-        means = {}
-        for name, values in self._logged.items():
-            numbers = [next(read[v.device, v.dtype]) if isinstance(v, Tensor) else v for v in values]
-            means[name] = sum(numbers) / len(numbers)
-        return means
+        """Return the mean of what was logged by each name."""
+        return {name: sum(map(float, values)) / len(values) for name, values in self._logged.items()}
