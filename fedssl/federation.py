@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,9 +65,8 @@ class Federation:
 
     def new_model(self, client: int | None) -> Model:
         """Return the model of a client, or the global one (None), as it is before any training."""
-        architecture = self.recipe.architecture_of(client or 0)
-        with seeded(self.recipe.seed, "model", "server" if client is None else client):
-            return _build_model(self.recipe, self.dataset, architecture, self.weights).to(self.device)
+        architecture, owner = self.recipe.architecture_of(client or 0), "server" if client is None else client
+        return _build_model(self.recipe, self.dataset, self.weights, architecture, owner).to(self.device)
 
     def client(self, index: int, state: Message, reused: Model | None = None) -> Client:
         """Return a client with its `client_state`; an empty one gives a client that has not taken part yet.
@@ -107,9 +107,8 @@ class Federation:
         for name, tensor in stored.items():
             if name not in own:
                 raise UserError(f"the state of client {index} holds {name}, which its model does not have")
-            given, expected = list(tensor.shape), list(own[name].shape)
-            if given != expected:
-                problem = f"{name} has shape {given}, expected {expected}"
+            if tensor.shape != own[name].shape:
+                problem = f"{name} has shape {[*tensor.shape]}, expected {[*own[name].shape]}"
                 raise UserError(f"the state of client {index} does not fit its model: {problem}")
         copy_entries(own, stored)
 
@@ -175,11 +174,7 @@ def build_federation(
         client_rows = [torch.empty(0, dtype=torch.int64) for _ in architectures]
         client_rows[owner] = torch.arange(len(images.train_labels))
     check_shares(recipe, client_rows, owner)
-
-    def model_of(architecture: str, owner: str) -> Model:
-        with seeded(recipe.seed, "model", owner):
-            return _build_model(recipe, images, architecture, weights)
-
+    model_of = partial(_build_model, recipe, images, weights)
     check_models(recipe, lambda architecture: model_of(architecture, "check"), shape)
     if trains and recipe.model.train != "all":
         for architecture in dict.fromkeys(architectures):
@@ -249,15 +244,18 @@ def require_same_data(folder: Path, digests: Digests) -> None:
         )
 
 
-def _build_model(recipe: Recipe, dataset: Dataset, architecture: str, weights: Mapping[str, Weights]) -> Model:
+def _build_model(
+    recipe: Recipe, dataset: Dataset, weights: Mapping[str, Weights], architecture: str, owner: str | int
+) -> Model:
     channels, height, width = dataset.train_images.shape[1:]
-    encoder = build_encoder(architecture, channels, width, height, recipe.model.stem)
-    if architecture in weights:
-        load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
-    if recipe.model.keeps_statistics(architecture):
-        keep_batch_statistics(encoder)
-    frozen = freeze(encoder, recipe.model.train, architecture, (channels, height, width))
-    model = recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))
+    with seeded(recipe.seed, "model", owner):
+        encoder = build_encoder(architecture, channels, width, height, recipe.model.stem)
+        if architecture in weights:
+            load_weights(encoder, weights[architecture], architecture, str(recipe.model.source_of(architecture)))
+        if recipe.model.keeps_statistics(architecture):
+            keep_batch_statistics(encoder)
+        frozen = freeze(encoder, recipe.model.train, architecture, (channels, height, width))
+        model = recipe.objective.build(recipe.schedule.adapt(encoder), len(dataset.class_names))
     model.frozen = frozenset(f"online.encoder.{name}" for name in frozen)
     model.let_train()
     return model
