@@ -170,24 +170,20 @@ def train_locally(
         _continue_optimizer(optimizer, model, client.memory)
     _set_rates(optimizer, options, local.number, rounds)
     scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_LOSS_SCALE, enabled=options.precision == "float16")
-    order = local.generator("order")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    steps = 0
-    batches = round_batches(len(client.images), options.batch_size, options.local_epochs, options.local_steps, order)
-    steps_of_epoch = batches_of_epoch(len(client.images), options.batch_size)
-    unchecked: list[Tensor] = []  # losses since the last check
-    parts: list[Tensor] = []  # of the last step's loss
-    steps_in_round = steps_of_round(options, len(client.images))
+    images, size = len(client.images), options.batch_size
+    batches = round_batches(images, size, options.local_epochs, options.local_steps, local.generator("order"))
+    batches = itertools.islice(batches, most_steps)
+    steps, steps_of_epoch, steps_in_round = 0, batches_of_epoch(images, size), steps_of_round(options, images)
     last_step = min(steps_in_round, most_steps or sys.maxsize)
+    unchecked: list[Tensor] = []  # losses since the last check
+    parts: dict[str, Tensor] = {}  # of the last step's loss
 
     def require_finite() -> None:
-        if without_numbers:
-            return
-        names = [f"objective {objective.name}", *(f"regularizer {i} {r.name}" for i, r in enumerate(regularizers))]
-        _require_finite(unchecked, steps, local, dict(zip(names, parts, strict=False)))
+        if not without_numbers:
+            _require_finite(unchecked, steps, local, parts)
 
-    batches = itertools.islice(batches, most_steps)
     with networks_compute_in(model, options.precision), model.views_at_a_time() as threads:
         terms = [regularizer.start_round(local) for regularizer in regularizers]
         batches_in_views = Prefetch(_views(local, device_batches(client.images, batches, device), steps_of_epoch))
@@ -200,11 +196,11 @@ def train_locally(
                 with torch.autocast(device.type, enabled=False), counter.forward() if counter else nullcontext():
                     step = objective.step(model, views, client.labels[rows].to(device, non_blocking=True))
                     step.views = views
-                    loss, parts = step.loss, [step.loss.detach()]
-                    for term in terms:
+                    loss, parts = step.loss, {f"objective {objective.name}": step.loss.detach()}
+                    for i, (regularizer, term) in enumerate(zip(regularizers, terms, strict=True)):
                         added = term(step)
                         loss = loss + added
-                        parts.append(added.detach())
+                        parts[f"regularizer {i} {regularizer.name}"] = added.detach()
             except Exception:
                 require_finite()  # what failed may have failed on a diverged model
                 raise
@@ -236,7 +232,6 @@ def train_locally(
                 unchecked.clear()
     require_finite()
     if cost is None or not steps:
-        images, size = len(client.images), options.batch_size
         raise UserError(f"client {client.index} has {images} images, fewer than training.batch_size {size}")
     if keep_optimizer:
         _keep_optimizer(optimizer, model, client.memory)
@@ -310,11 +305,8 @@ def _new_optimizer(model: Model, options: TrainingOptions) -> torch.optim.Optimi
     parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
     if options.encoder_rate != 1.0:
         encoder = set(model.encoder.parameters())
-        chosen = [[p for p in parameters if (p in encoder) == of_encoder] for of_encoder in (True, False)]
-        parameters = [
-            {"params": chosen[0], "share": options.encoder_rate},
-            *([{"params": chosen[1]}] if chosen[1] else []),
-        ]
+        heads = {"params": [p for p in parameters if p not in encoder]}
+        parameters = [{"params": [p for p in parameters if p in encoder], "share": options.encoder_rate}, heads]
     rate, decay = options.learning_rate, options.weight_decay
     if options.optimizer == "sgd":
         # one pass over the weights in place of four
