@@ -5,7 +5,6 @@ A second thread within the operators of a small network gains little, as most of
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -144,7 +143,8 @@ class _Passes(torch.autograd.Function):
         half = len(gradients) // 2
         views = zip(ctx.outputs, (gradients[:half], gradients[half:]), strict=True)
         calls = [partial(_backward, outputs, arrived, ctx.parameters) for outputs, arrived in views]
-        return (None, None, *_sums(*ctx.threads.both(calls)))
+        pairs = zip(*ctx.threads.both(calls), strict=True)
+        return (None, None, *(b if a is None else a if b is None else a + b for a, b in pairs))
 
 
 def _backward(
@@ -154,13 +154,6 @@ def _backward(
     if not pairs:
         return [None] * len(parameters)
     return torch.autograd.grad([o for o, _ in pairs], parameters, [g for _, g in pairs], allow_unused=True)
-
-
-def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Add two lists of gradients; where one entry is None, return the other."""
-    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-    added = iter(torch._foreach_add([a for a, _ in pairs], [b for _, b in pairs]) if pairs else ())
-    return [b if a is None else a if b is None else next(added) for a, b in zip(first, second, strict=True)]
 
 
 class _Twin:
@@ -215,16 +208,10 @@ class _Twin:
     @torch.no_grad()
     def finish(self) -> None:
         """Add what the twins have seen to the original layers' statistics."""
-        if not self._moving:
-            return
-        by_momentum = defaultdict[float, list[tuple[_BatchNorm, _BatchNorm]]](list)
-        for layers in self._moving:
-            by_momentum[layers[0].momentum or 0.0].append(layers)
-        for momentum, moving in by_momentum.items():
-            averages = [_data(original, name) for original, _ in moving for name in _AVERAGES]
-            batch_statistics = [_data(twin, name) for _, twin in moving for name in _AVERAGES]
-            torch._foreach_lerp_(averages, batch_statistics, momentum)
-        torch._foreach_add_([_data(original, "num_batches_tracked") for original, _ in self._moving], 1)
+        for original, twin in self._moving:
+            for name in _AVERAGES:
+                _data(original, name).lerp_(_data(twin, name), original.momentum or 0.0)
+            _data(original, "num_batches_tracked").add_(1)
 
 
 def _data(batch_norm: _BatchNorm, name: str) -> Tensor:
