@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save as save_tensors
 
 from fedkernels import __version__
@@ -142,7 +141,7 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     ours = config["fedssl"]
     with explained(unread):
         architecture = str(ours["architecture"])
-        channels, height, width = checked_image_shape(ours["image_shape"])
+        channels, _, width = shape = checked_image_shape(ours["image_shape"])
     stored = {"name": "images", "path": folder, "window": ours.get("window"), "channels": ours.get("channels")}
     data = validated(DataOptions, stored, unread)
     if ours.get("mean") != [MEAN] * channels or ours.get("std") != [STD] * channels:
@@ -150,14 +149,11 @@ def read_encoder(folder: Path) -> TrainedEncoder:
             f"{folder / CONFIG} has mean {ours.get('mean')} and std {ours.get('std')}: expected {MEAN} and {STD}, with "
             "which every encoder of fedssl is trained"
         )
-    network = build_encoder(architecture, channels, width, stem=stored_stem(ours))
+    network = build_encoder(architecture, channels, width, stem=stored_stem(ours)).requires_grad_(False).eval()
     path = folder / WEIGHTS
     with explained(f"{path} cannot be loaded as {architecture}"):
         network.load_state_dict(safetensors_of(read_regular_file(path)))
-    plain: torch.nn.Module = network.requires_grad_(False).eval()
-    return TrainedEncoder(
-        plain, architecture, (channels, height, width), network.num_features, data.window, data.channels
-    )
+    return TrainedEncoder(network, architecture, shape, network.num_features, data.window, data.channels)
 
 
 def is_encoder_folder(path: Path) -> bool:

@@ -5,6 +5,8 @@ They hold images of the run's data, so everybody who gets the report sees them.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 from ..data.stored_images import Images, images_of_rows
 from ..engines.rounds import models_to_evaluate
 from ..evaluation.features import extract_features, require_measured_images
-from ..federation import Federation
+from ..federation import federation_of_run, require_same_data
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
 from .plots import MOST_NAMED_CLASSES, MUTED, TEXT, PageFigure, class_colours, class_legend, page_figure
@@ -29,12 +31,18 @@ _FRAME = 2  # pixels around an image on the map
 _SAME, _OTHER = "#009E73", "#D55E00"
 
 
-def draw_pictures(federation: Federation, directory: RunDirectory) -> list[PageFigure]:
+def draw_pictures(path: Path, trust: bool = False) -> list[PageFigure]:
     """Draw the pictures of a run's last round, each with its caption; none if there are too few images.
 
+    For `trust` see `load_stored_recipe`.
+
     Raises:
-        UserError: the clients' models are not here, or representations are not finite.
+        UserError: the data have changed or are no longer there, the clients' models are not here, the recipe names code
+            that is not trusted, or representations are not finite.
     """
+    directory = RunDirectory.open(path)
+    federation = federation_of_run(directory, trust)
+    require_same_data(path, federation.data_digests())
     dataset, seed, name = federation.dataset, federation.recipe.seed, federation.recipe.name
     require_measured_images(dataset)
     has_test_images = len(dataset.test_images) > 0

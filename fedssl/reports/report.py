@@ -16,7 +16,6 @@ from ..engines.durations import format_duration
 from ..errors import UserError
 from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_measure, metric_title
 from ..evaluation.verdict import verdict
-from ..federation import Federation, federation_of_run, require_same_data
 from ..recipe.overrides import flatten_keys
 from ..run_folder.directory import RunDirectory
 from ..run_folder.record import Run, read_run, read_spectra
@@ -81,25 +80,13 @@ def write_report(
         if not run.finished or run.name in pictures | missing or not RunDirectory.open(run.path).checkpoint.files:
             continue
         try:
-            pictures[run.name] = draw_pictures(*opened_with_data(run.path, trust))
+            pictures[run.name] = draw_pictures(run.path, trust)
         except UserError as error:
             missing[run.name] = f"{run.name}: no pictures of images: {error}"
             notify(f"the report shows less of {run.name}: {error}")
     make_folder(path.absolute().parent)
     write_atomically(path, build_report(records, list(chain(*pictures.values())), list(missing.values())).encode())
     return path
-
-
-def opened_with_data(path: Path, trust: bool = False) -> tuple[Federation, RunDirectory]:
-    """Return a run's federation and its folder; for `trust` see `load_stored_recipe`.
-
-    Raises:
-        UserError: the data have changed or are no longer there, or the recipe names code that is not trusted.
-    """
-    directory = RunDirectory.open(path)
-    federation = federation_of_run(directory, trust)
-    require_same_data(path, federation.data_digests())
-    return federation, directory
 
 
 def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missing: Sequence[str] = ()) -> str:
@@ -234,7 +221,10 @@ def _results_chart(methods: Methods, metrics: Sequence[str], styles: Styles) -> 
 
 def _curve_charts(methods: Methods, styles: Styles) -> list[PageFigure]:
     """Return a chart of each metric logged in several rounds, up to `_MOST_CURVES`; clients may log thousands."""
-    logged = {metric for runs in methods.values() for run in runs for _, _, metric in run.values} - set(_TRAFFIC)
+    runs = list(chain(*methods.values()))
+    logged = {metric for run in runs for _, _, metric in run.values} - set(_TRAFFIC)
+    if all(run.overall("total_loss") == run.overall("loss") for run in runs):
+        logged.discard("total_loss")
     order = [metric for metric in _FIRST_CURVES if metric in logged] + sorted(logged - set(_FIRST_CURVES))
     charts: list[PageFigure] = []
     for metric in order:
@@ -245,12 +235,9 @@ def _curve_charts(methods: Methods, styles: Styles) -> list[PageFigure]:
         # two points, before and after training, are better shown as bars
         fewest = 3 if is_measure(metric) else 2
         curves = {name: [curve for run in runs if (curve := run.overall(metric))] for name, runs in methods.items()}
-        curves = {name: runs for name, runs in curves.items() if max(map(len, runs), default=0) >= fewest}
-        repeats_loss = metric == "total_loss" and all(
-            run.overall("total_loss") == run.overall("loss") for runs in methods.values() for run in runs
-        )
+        curves = {name: each for name, each in curves.items() if max(map(len, each), default=0) >= fewest}
         constant = all(_is_constant(runs, metric) for runs in methods.values())
-        if curves and not repeats_loss and not constant:
+        if curves and not constant:
             figure = draw_curves(metric, curves, styles)
             charts.append(page_figure(figure, f"{metric_title(metric)} by round", _CURVE_NOTES.get(metric, "")))
     return charts

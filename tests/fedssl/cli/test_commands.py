@@ -299,7 +299,7 @@ def test_paths_that_lead_nowhere_or_would_wait_for_ever(command, fedssl, tiny_fi
         ("federation.build_federation", ("cost", "tiny.yaml", "--rounds", "folder.png")),
         ("engines.in_process.build_federation", ("run", "tiny.yaml", "--output", "tiny.yaml/run")),
         ("engines.in_process.build_federation", ("run", "tiny.yaml", "--encoder", "tiny.yaml/encoder")),
-        ("reports.report.opened_with_data", ("report", "run", "--output", "folder.png")),
+        ("reports.report.draw_pictures", ("report", "run", "--output", "folder.png")),
         ("reports.evaluation.load_downstream", ("evaluate", "run", "--data", "name=digits")),
     ],
 )

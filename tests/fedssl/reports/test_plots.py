@@ -22,7 +22,7 @@ from fedssl.reports.images import (
     tsne,
 )
 from fedssl.reports.plots import Bar, draw_bars, draw_curves, draw_spectra, method_styles, png_bytes
-from fedssl.reports.report import opened_with_data, write_report
+from fedssl.reports.report import write_report
 from tests.fedssl.conftest import AVERAGED
 
 
@@ -135,7 +135,7 @@ def few_neighbours(monkeypatch):
 
 
 def test_a_run_is_drawn_with_its_global_model(tiny, finished, few_neighbours):
-    pictures = draw_pictures(*opened_with_data(finished(tiny(**AVERAGED))))
+    pictures = draw_pictures(finished(tiny(**AVERAGED)))
     sheet, image_map = (picture.caption for picture in pictures)
     assert all("the global model after round 2." in caption for caption in (sheet, image_map))
     assert "those of 60 test images" in sheet
