@@ -139,16 +139,14 @@ def measured_sample(dataset: Dataset, images: int | None, seed: int) -> Dataset:
     that take the place of the test images. `images` of None, or of no fewer than there are, returns the dataset.
     """
     with_training = dataset.labelled or dataset.train_targets is not None
-    available = len(dataset.test_images) + with_training * len(dataset.train_images)
-    if not with_training:
-        available = len(dataset.measured_images)
-    if images is None or images >= available:
+    pool = dataset.test_images if with_training else dataset.measured_images
+    if images is None or images >= len(pool) + with_training * len(dataset.train_images):
         return dataset
     if not with_training:
-        pool, labels = dataset.measured_images, torch.zeros(available, dtype=torch.int64)
+        labels = torch.zeros(len(pool), dtype=torch.int64)
         chosen = images_of_rows(pool, _stratified(labels, images, generator_for(seed, "measured", "images")))
         return dataclasses.replace(dataset, test_images=chosen, test_labels=labels[: len(chosen)], test_targets=None)
-    tested = min(len(dataset.test_images), max(images // 2, images - len(dataset.train_images)))
+    tested = min(len(pool), max(images // 2, images - len(dataset.train_images)))
     parts: dict[str, Any] = {}
     for name, count in (("test", tested), ("train", images - tested)):
         labels, targets = getattr(dataset, f"{name}_labels"), getattr(dataset, f"{name}_targets")
@@ -339,12 +337,8 @@ def check_downstream(model: Model, dataset: Dataset, options: EvaluationOptions)
     """Raise a UserError if an encoder does not take the images of other data, or fine-tuning lacks something."""
     check_evaluation(dataset, options, needs_labels=False)
     shape = tuple(dataset.train_images.shape[1:])
-    was_training = model.training
     advice = ": leave out image_size, so that images get the size that it was trained on"
-    try:
-        with explained(f"the encoder does not take images of {' x '.join(map(str, shape))}", advice):
-            _, left_out = probe(model.eval().encoder, shape)
-            if left_out:
-                raise ValueError(f"it would leave out the last {left_out} pixels of a side")
-    finally:
-        model.train(was_training)
+    with explained(f"the encoder does not take images of {' x '.join(map(str, shape))}", advice):
+        _, left_out = probe(model.encoder, shape)
+        if left_out:
+            raise ValueError(f"it would leave out the last {left_out} pixels of a side")

@@ -22,6 +22,7 @@ image's forward pass; a training step takes about three times as many. For compa
 import difflib
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, Literal, cast
 
 import torch
@@ -174,8 +175,7 @@ def build_encoder(
         small = architecture in _RESNETS or stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE)
         if isinstance(model, ResNet) and small:
             _use_small_image_stem(model, in_channels)
-        output, left_out = probe(model.eval(), (in_channels, height, image_size))
-        model.train()
+        output, left_out = probe(model, (in_channels, height, image_size))
     if not isinstance(output, Tensor) or output.dim() != 2:
         raise UserError(f"architecture: timm's {architecture!r} does not give one vector an image; {_ADVICE}")
     if left_out:
@@ -192,10 +192,13 @@ def build_encoder(
 def probe(network: nn.Module, shape: tuple[int, ...]) -> tuple[Any, int]:
     """Return a network's output for two images of `shape`, [C, H, W], and how many last rows or columns it leaves out.
 
-    NaN passes through every layer, also where a weight is zero, and so shows which pixels the output depends on.
+    NaN passes through every layer, also where a weight is zero, and so shows which pixels the output depends on. The
+    network runs in evaluation mode, and then gets its own mode back.
     """
     images = torch.zeros(2, *shape, device=next(network.parameters()).device)
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as stack:
+        stack.callback(network.train, network.training)
+        network.eval()
         for left_out in range(min(shape[1:])):
             images[0, :, -1 - left_out] = images[1, :, :, -1 - left_out] = torch.nan
             output = network(images)

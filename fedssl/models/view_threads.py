@@ -165,7 +165,6 @@ class _Twin:
 
     def __init__(self, chain: nn.ModuleDict):
         self._layers: list[tuple[_BatchNorm, _BatchNorm, dict[str, Tensor | None]]] = []  # original, twin, twin's own
-        self._moving: list[tuple[_BatchNorm, _BatchNorm]] = []  # that change their statistics in this pass
         self._twins: dict[nn.Module, Any] = {}
         self.chain: nn.ModuleDict = self._twin(chain)
 
@@ -193,7 +192,6 @@ class _Twin:
             for hooks in _HOOKS:
                 if module.__dict__[hooks] or copied.__dict__[hooks]:
                     copied.__dict__[hooks] = module.__dict__[hooks].copy()
-        self._moving = []
         for original, twin, own in self._layers:
             moving = original.training and original.track_running_stats
             twin.__dict__.update(  # `Module.__setattr__` takes ten times as long
@@ -202,16 +200,15 @@ class _Twin:
                 momentum=1.0,
                 _buffers=own if moving else original._buffers,
             )
-            if moving:
-                self._moving.append((original, twin))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Add what the twins have seen to the original layers' statistics."""
-        for original, twin in self._moving:
-            for name in _AVERAGES:
-                _data(original, name).lerp_(_data(twin, name), original.momentum or 0.0)
-            _data(original, "num_batches_tracked").add_(1)
+        for original, twin, own in self._layers:
+            if twin._buffers is own:  # not the original's, which this pass does not change
+                for name in _AVERAGES:
+                    _data(original, name).lerp_(_data(twin, name), original.momentum or 0.0)
+                _data(original, "num_batches_tracked").add_(1)
 
 
 def _data(batch_norm: _BatchNorm, name: str) -> Tensor:
