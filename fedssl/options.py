@@ -37,19 +37,9 @@ class Options(BaseModel):
         """Read the texts, and refuse `rounds: true`, which pydantic takes as 1; its strict mode also refuses `1e-3`."""
         if not isinstance(values, dict):
             return values
+        wrong: list[InitErrorDetails] = []
         fields = cls.model_fields
-        values = {k: _as_text(fields[k].annotation, one) if k in fields else one for k, one in values.items()}
-        wrong = [
-            InitErrorDetails(
-                type=PydanticCustomError("boolean", "input should be a number or a text, not true or false"),
-                loc=(key, *([i] if isinstance(values[key], list) else [])),
-                input=value,
-            )
-            for key, field in cls.model_fields.items()
-            if key in values and not {bool, Any} & _types_in(field.annotation)
-            for i, value in enumerate(values[key] if isinstance(values[key], list) else [values[key]])
-            if isinstance(value, bool)
-        ]
+        values = {k: _read(fields[k].annotation, v, (k,), wrong) if k in fields else v for k, v in values.items()}
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
         return values
@@ -118,15 +108,22 @@ def _option_models(types: Sequence[Any]) -> list[type[Options]]:
     return [one for one in types if isinstance(one, type) and issubclass(one, Options)]
 
 
-def _as_text(annotation: Any, value: Any) -> Any:
+def _read(annotation: Any, value: Any, at: tuple[str | int, ...], wrong: list[InitErrorDetails]) -> Any:
+    """Return a value with its numbers as texts where the type wants texts; add to `wrong` where it wants numbers."""
     members = _members(annotation)
     if isinstance(value, (bool, int, float)):
-        return scalar_text(value) if {str, Path} & set(members) and not {bool, int, float} & set(members) else value
+        if int in members or float in members:
+            if isinstance(value, bool) and bool not in members and Any not in members:
+                fault = PydanticCustomError("boolean", "input should be a number or a text, not true or false")
+                wrong.append(InitErrorDetails(type=fault, loc=at, input=value))
+        elif (str in members or Path in members) and bool not in members:
+            return scalar_text(value)
+        return value
     for member in members:
-        if isinstance(value, list) and get_origin(member) is list:
-            return [_as_text(get_args(member)[0], one) for one in value]
+        if isinstance(value, list) and get_origin(member) in (list, tuple):
+            return [_read(get_args(member)[0], one, (*at, i), wrong) for i, one in enumerate(value)]
         if isinstance(value, dict) and get_origin(member) is dict:
-            return {key: _as_text(get_args(member)[1], one) for key, one in value.items()}
+            return {key: _read(get_args(member)[1], one, (*at, key), wrong) for key, one in value.items()}
     return value
 
 
@@ -137,14 +134,6 @@ def _members(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, UnionType):
         return [member for one in get_args(annotation) for member in _members(one)]
     return [annotation]
-
-
-def _types_in(annotation: Any) -> set[Any]:
-    """Return the types that a type is composed of, such as list, int and None for `list[int] | None`."""
-    inner = get_args(annotation)
-    if inner:
-        return set().union(*map(_types_in, inner))
-    return {annotation} if isinstance(annotation, type) or annotation is Any else set()  # else a Literal's value
 
 
 def explain_errors(error: ValidationError, model: type[Options], prefix: str = "") -> list[str]:
