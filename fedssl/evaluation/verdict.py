@@ -79,7 +79,7 @@ def verdict(run: Run) -> list[str]:
                 f"Its linear accuracy, {linear:.1f} %, is NOT above that of raw pixels, {of_pixels:.1f} %: to tell "
                 "these labels apart the pixels serve as well."
             )
-        elif behind and linear > (at_first := run.evaluated("linear", "before") or 100.0):
+        elif behind and (at_first := run.evaluated("linear", "before")) is not None and linear > at_first:
             both = f"the {of_pixels:.1f} % of raw pixels and the {at_first:.1f} % before training"
             sentences.append(f"Yet its linear accuracy is {linear:.1f} %, above {both}.")
     ranks = [run.evaluated("effective_rank", when) for when in ("before", "after")]

@@ -66,6 +66,8 @@ def test_an_accuracy_that_is_not_above_raw_pixels_is_named(tiny, tmp_path):
     assert measured(tiny, tmp_path / "above", 10.0, 60.0, 20.0, linear=(83.8, 83.7)).endswith("and of raw pixels.")
     told = "images. Yet its linear accuracy is 99.3 %, above the 98.3 % of raw pixels and the 89.8 % before training."
     assert measured(tiny, tmp_path / "by labels", 2.2, 5.2, 3.8, linear=(99.3, 98.3, 89.8)).endswith(told)
+    told = "Yet its linear accuracy is 8.3 %, above the 7.1 % of raw pixels and the 0.0 % before training."
+    assert measured(tiny, tmp_path / "none right before", 2.2, 5.2, 3.8, linear=(8.3, 7.1, 0.0)).endswith(told)
     assert "linear" not in measured(tiny, tmp_path / "untrained", 2.2, 5.2, 3.8, linear=(99.3, 98.3, 99.3))
 
 
