@@ -88,6 +88,7 @@ def write_evaluation(
             raise UserError(f"--semi-supervised must be a fraction in (0, 1], for instance 0.01, got {fraction}")
     exported = is_encoder_folder(path)
     models: Iterable[tuple[str, Model]]
+    shape: Sequence[int]
     augmentation: Augmentation = RandomViews()
     downstream: Mapping[str, Dataset] = {}
     if exported:
