@@ -121,5 +121,14 @@ def test_a_pack_tells_whether_it_may_travel(
 
 
 @LINUX
+def test_a_pack_whose_module_is_not_compiled_ends_there(
+    call: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
+) -> None:
+    (tmp_path / "python").write_text(PYTHON + 'case "$*" in *build_ext*) exit 4 ;; esac\n')
+    code, _, calls = call("pack")
+    assert (code, len(calls)) == (4, 1)
+
+
+@LINUX
 def test_other_calls_are_refused(call: Callable[..., tuple[int, str, list[str]]]) -> None:
     assert call("tests")[:2] == (2, "on_gpu.sh: expected pack [CIFAR10.npz], correctness or speed, got: tests\n")
