@@ -111,12 +111,12 @@ def _values(folder: str, column: str, row: str) -> list[float]:
 
 
 def main() -> None:
-    """Write the tables' figures into the pages and the list."""
-    pages = listed()
-    for page in pages:
-        markdown, pages[page] = renewed(page, (ROOT / page).read_text(encoding="utf-8"), pages[page])
+    """Write the tables' figures into the pages and the list; where one page is refused, into none."""
+    pages = {page: renewed(page, (ROOT / page).read_text(encoding="utf-8"), lines) for page, lines in listed().items()}
+    for page, (markdown, _) in pages.items():
         (ROOT / page).write_text(markdown, encoding="utf-8")
-    LIST.write_text(yaml.safe_dump(pages, allow_unicode=True, sort_keys=False, width=1000), encoding="utf-8")
+    lists = {page: lines for page, (_, lines) in pages.items()}
+    LIST.write_text(yaml.safe_dump(lists, allow_unicode=True, sort_keys=False, width=1000), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 
 import pytest
@@ -129,6 +130,25 @@ def test_a_figure_is_filled_in_from_its_row(results, text, lines, filled):
 def test_a_figure_without_its_line_or_row_is_refused(results, text, line, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         renewed("page.md", text, [line])
+
+
+def test_a_page_that_is_refused_leaves_all_as_they_were(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(quoted_results, "ROOT", tmp_path)
+    monkeypatch.setattr(quoted_results, "LIST", tmp_path / "list.yaml")
+    before = {"a.md": "1.5", "b.md": "2.5", "list.yaml": "a.md: [1.5 = trained | knn | A]\nb.md: []\n"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"b.md has \(\+\)"):
+        quoted_results.main()
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+
+
+def test_a_simulation_that_failed_and_a_loop_that_is_not_installed_have_no_figure(tmp_path):
+    rows = {"fedssl": {"images": 6, "times": [2.0]}, "kornia": {"images": 6, "times": [], "status": "not installed"}}
+    failed = {"title": "large", "status": "out of memory"}
+    results = {"simulations": [failed], "trainings": [failed, {"title": "byol", "rows": rows}]}
+    (tmp_path / "simulation.json").write_text(json.dumps(results))
+    assert result_tables.read(tmp_path) == {"fedssl, images/s": {"byol": [3.0]}, "times fedssl": {"byol": [1.0]}}
 
 
 @pytest.mark.parametrize(
