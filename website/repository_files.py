@@ -59,4 +59,5 @@ def _cell(cell: dict[str, Any]) -> Iterator[str]:
             image = f'<img alt="{cell["metadata"]["alt"]}" src="data:image/png;base64,{"".join(picture).strip()}">'
             yield f'<div class="wide-picture" tabindex="0">{image}</div>'
         else:
-            yield f"```text\n{''.join(output['text']).rstrip()}\n```"
+            text = output["text"] if "text" in output else output["data"]["text/plain"]  # printed, or a cell's value
+            yield f"```text\n{''.join(text).rstrip()}\n```"

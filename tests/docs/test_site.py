@@ -112,4 +112,13 @@ def test_a_notebook_has_what_its_cells_print_and_describes_its_pictures(path):
     assert not any(output.get("name") == "stderr" for cell in cells for output in cell["outputs"])
     page = markdown_of(f"notebooks/{path.name}")
     assert page.count("<img alt=") == sum("alt" in cell["metadata"] for cell in cells)
-    assert page.count("```text") == sum("text" in output for cell in cells for output in cell["outputs"])
+    pictures = [output for cell in cells for output in cell["outputs"] if "image/png" in output.get("data", {})]
+    assert page.count("```text") == sum(len(cell["outputs"]) for cell in cells) - len(pictures)
+
+
+def test_a_cells_value_is_shown_as_what_it_prints_is(tmp_path):
+    outputs = [{"name": "stdout", "text": ["1\n"]}, {"data": {"text/plain": ["2"]}, "execution_count": 1}]
+    cell = {"cell_type": "code", "source": ["print(1)\n", "2"], "metadata": {}, "outputs": outputs}
+    (tmp_path / "one.ipynb").write_text(json.dumps({"cells": [cell]}))
+    shown = markdown_of(str(tmp_path / "one.ipynb"))
+    assert shown == "```python\nprint(1)\n2\n```\n\n```text\n1\n```\n\n```text\n2\n```"
