@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             entry = _measure(operator, settings, options.skip_large, start + options.seconds)
             failed |= any(case["rows"][0]["status"] != "ok" for case in entry["cases"])
             write.merge(folder, operator, entry)
-            if settings.device == "cpu" and not (options.no_page or settings.quick):
+            if settings.device == "cpu" and not (options.output or settings.quick):
                 write.update_speed_page(folder, write.SPEED_PAGE)
     except KeyboardInterrupt:
         print(f"interrupted: {operator} was not written", file=sys.stderr)
@@ -86,9 +86,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="where to write (default: benchmarks/results/cpu/PROCESSOR or gpu/CARD; runs/benchmarks for tiny sizes)",
+        help="where to write (default: benchmarks/results/cpu/PROCESSOR, and the table in docs/speed.md; or gpu/CARD; "
+        "runs/benchmarks for tiny sizes)",
     )
-    parser.add_argument("--no-page", action="store_true", help="leave the table in docs/speed.md alone")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.operators if name not in OPERATORS]
     if unknown:

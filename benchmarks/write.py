@@ -222,10 +222,7 @@ def _conditions(results: Results) -> str:
 
 
 def _link(folder: Path) -> str:
-    try:
-        place = folder.resolve().relative_to(ROOT).as_posix()
-    except ValueError:
-        return "By `python -m benchmarks`."
+    place = os.path.relpath(folder, ROOT)
     return f"By `python -m benchmarks`; all peers, errors and what each floor is: [{place}](../{place}/results.md)."
 
 

@@ -104,13 +104,14 @@ def test_a_run_writes_its_operators_and_the_page_between_its_marks_unless_it_is_
     canned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "results"
-    assert command.main(["delta_gram", "apply_deltas", "--output", str(folder)]) == 0
+    monkeypatch.setattr(write, "default_folder", lambda settings: folder)
+    assert command.main(["delta_gram", "apply_deltas"]) == 0
     first, page = json.loads((folder / "results.json").read_text()), canned.read_text()
     assert page.startswith(f"before\n{write.START}\n## ")
     assert page.endswith(f"{write.END}\nafter\n")
     assert "old" not in page
     assert "| `delta_gram` | delta_gram 0 | 2.00 | fast 4.00 | 2.00 | 2.00 | 2.0 | - |" in page
-    assert command.main(["apply_deltas", "--threads", "5", "--no-page", "--output", str(folder)]) == 0
+    assert command.main(["apply_deltas", "--threads", "5", "--output", str(folder)]) == 0
     second = json.loads((folder / "results.json").read_text())
     assert second["delta_gram"] == first["delta_gram"]
     assert second["apply_deltas"]["environment"]["threads"] == 5
@@ -127,7 +128,7 @@ def test_a_run_writes_its_operators_and_the_page_between_its_marks_unless_it_is_
     files = folder / "results.json", folder / "results.md", canned
     before = [path.read_bytes() for path in files]
     monkeypatch.setattr(command, "measure_case", interrupt)
-    assert command.main(["delta_gram", "--output", str(folder)]) == 130
+    assert command.main(["delta_gram"]) == 130
     assert [path.read_bytes() for path in files] == before
 
 
