@@ -9,7 +9,8 @@ each with its own defaults for the rest: `fedssl run ... --encoder FOLDER` and `
 - images a second: of the training alone, as each side tells it.
 - memory: the largest sum of the proportional set sizes of all processes, read once a second (Linux only).
 - accuracy: of 20 nearest neighbours by cosine and of logistic regression on standardised features, on test images, from
-  features which each side's own `embed` command writes. This takes no part in the seconds.
+  features which each side's own `embed` command writes. This takes no part in the seconds. It is the mean over the
+  seeds with their sample standard deviation; the other figures are medians.
 
 With `--minutes M` both sides take the same time in place of the same epochs. Ours is `fedssl pretrain --minutes M`
 with its defaults but for the network. Theirs is SimCLR with LightlyTrain's defaults and as many epochs as M minutes
@@ -45,6 +46,7 @@ from numpy.typing import NDArray
 from benchmarks.__main__ import positive
 from benchmarks.measure import ROOT, Settings
 from benchmarks.write import environment, replace, table
+from fedssl.evaluation.metrics import format_values
 
 FOLDER = ROOT / "benchmarks" / "results" / "own_images"
 PEER = ROOT / "benchmarks" / "own_images_peer.py"
@@ -68,7 +70,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.size} pixels, {self.architecture}, {self.precision}"
+        how = self.precision if self.minutes is None else f"{self.minutes:g} minutes"  # where each chooses its own
+        return f"{self.size} pixels, {self.architecture}, {how}"
 
     @property
     def peer_batch(self) -> int:
@@ -160,7 +163,8 @@ def peer_command(python: str, case: Case, images: Path, folder: Path, seed: int,
 
 def with_epochs(python: str, case: Case, images: Path, folder: Path, seed: int, threads: int) -> Case:
     """Return the case with as many epochs of LightlyTrain as its minutes hold, by a command of two epochs."""
-    command = peer_command(python, replace_in(case, epochs=2), images, folder, seed, "train")
+    # In a folder of its own: LightlyTrain refuses one that has files.
+    command = peer_command(python, replace_in(case, epochs=2), images, folder / "timed", seed, "train")
     seconds, _, output = measured(command, threads)
     of_epoch = case.images / images_a_second(THEIRS, output, case.peer_batch)
     left = 60 * (case.minutes or 0) - (seconds - 2 * of_epoch)
@@ -260,7 +264,7 @@ def page(result: dict[str, Any]) -> str:
         for side, runs in row["runs"].items():
             middle = medians[side]
             spread = f"{min(run['seconds'] for run in runs):.1f} to {max(run['seconds'] for run in runs):.1f}"
-            accuracy = (f"{middle[key]:.1f} ± {np.std([run[key] for run in runs]):.1f}" for key in ("knn", "linear"))
+            accuracy = (format_values(key, [run[key] for run in runs]) for key in ("knn", "linear"))
             seconds, memory = f"{middle['seconds']:.1f} ({spread})", f"{middle['memory'] / 2**20:.0f}"
             lines.append([case.name, side, seconds, f"{middle['rate']:,.0f}", memory, *accuracy])
         ours, theirs = medians[OURS], medians[THEIRS]
@@ -269,8 +273,9 @@ def page(result: dict[str, Any]) -> str:
             f"{value:.2f} (bar {bar}: {'met' if value >= bar else 'missed'})"
             for value, bar in ((command, case.command_bar), (training, case.training_bar))
         )
-        lost = [theirs[key] - ours[key] for key in ("knn", "linear")]
-        bars.append([case.name, f"{case.images:,} x {case.epochs}", *verdicts, *(f"{-value:+.1f}" for value in lost)])
+        of_seeds = ([[run[key] for run in row["runs"][side]] for side in (OURS, THEIRS)] for key in ("knn", "linear"))
+        gains = (f"{statistics.fmean(ours) - statistics.fmean(theirs):+.1f}" for ours, theirs in of_seeds)
+        bars.append([case.name, f"{case.images:,} x {case.epochs}", *verdicts, *gains])
     head = ["case", "side", "seconds (median; range)", "images a second", "memory (MiB)", "kNN (%)", "linear (%)"]
     times = ["case", "images x epochs", "command, times as fast", "training, times as fast", "kNN", "linear"]
     parts = [
