@@ -82,7 +82,7 @@ def _call_setuptools(function: str, tree: Path, output: Path, made: Path, **envi
     """-> the file that this function of setuptools' build backend makes of the tree."""
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
-    command = [sys.executable, "-c", _CALL_SETUPTOOLS, function, str(made)]
+    command = [sys.executable, "-c", _CALL_SETUPTOOLS, function, str(made.resolve())]
     subprocess.run(command, cwd=tree, env={**os.environ, **environment}, check=True)
     return _move_only_file(made, output)
 

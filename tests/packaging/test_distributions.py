@@ -174,8 +174,9 @@ def test_source_distributions(sdists: dict[str, Sdist]) -> None:
     assert not [name for name in files if name.startswith(("fedkernels", "csrc")) or name == "setup.py"]
 
 
-def test_wheel_of_fedssl(sdists: dict[str, Sdist], tmp_path: Path) -> None:
-    wheel = build.build_wheel(sdists["fedssl"].path, tmp_path / "work", tmp_path / "dist")
+def test_wheel_of_fedssl(sdists: dict[str, Sdist], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wheel = build.build_wheel(sdists["fedssl"].path, Path("work"), Path("dist"))
     assert wheel.name == f"fedssl-{fedkernels.__version__}-py3-none-any.whl"
     files, metadata = contents(wheel)
     assert files == package_files("fedssl")
