@@ -3,8 +3,6 @@
 import pytest
 import yaml
 
-pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
-
 from benchmarks.lw_fedssl_resources import RESULTS, write
 from website.result_tables import read
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
-
 from benchmarks import __main__ as command
 from benchmarks import timing
 from benchmarks.measure import ROOT, Settings, measure_case

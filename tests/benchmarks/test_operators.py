@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
-
 from benchmarks import __main__ as command
 from benchmarks import case, curves, measure, peer_suites, resident_memory, timing, write
 from benchmarks.case import Bar, Case, Floor, Implementation

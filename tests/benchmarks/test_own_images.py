@@ -6,8 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
-
 from benchmarks import own_images
 from benchmarks.own_images import CASES, OURS, THEIRS, accuracies, images_a_second, measured, page
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("benchmarks", reason="the benchmarks are not part of the sdist")
-
 from benchmarks import simulation, simulation_peers, simulation_tables
 from benchmarks.phases import PHASES, PhaseClock, Place, require_calls
 from benchmarks.simulation import Simulation, Sizes, measure_rounds

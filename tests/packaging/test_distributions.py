@@ -79,10 +79,10 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("packaging")
     copy = folder / "copy"
     copy.mkdir()
-    of_root = "pyproject.toml setup.py MANIFEST.in README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile"
+    of_root = "pyproject.toml setup.py MANIFEST.in README.md LICENSE CHANGELOG.md CITATION.cff mkdocs.yml Makefile"
     for name in of_root.split():
         shutil.copy(ROOT / name, copy)
-    for name in ("fedkernels", "fedssl", "csrc", "tests"):
+    for name in ("fedkernels", "fedssl", "csrc", "tests", "website"):
         shutil.copytree(ROOT / name, copy / name, ignore=build.NOT_SOURCES)
     sdist = read_sdist(build._call_setuptools("build_sdist", copy, folder, folder / "made"))
 
@@ -122,10 +122,9 @@ def test_both_in_one(both: Both) -> None:
     outside = {name for name in both.wheel if ".dist-info/" not in name}
     # The compiled module is one for all Pythons; without a compiler a note says why there is none.
     assert outside == files | {both.module}
-    assert (
-        files | package_files("csrc") | {"LICENSE", "CHANGELOG.md", "csrc/README.md", "tests/of_the_build.py"}
-        <= both.sdist
-    )
+    for_the_tests = "CHANGELOG.md CITATION.cff csrc/README.md fedssl/data/README.md mkdocs.yml tests/of_the_build.py"
+    for_the_tests += " LICENSE website/hooks.py website/quoted_results.yaml"
+    assert files | package_files("csrc") | set(for_the_tests.split()) <= both.sdist
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in both.wheel)
     assert both.metadata["License-Expression"] == "Apache-2.0"
     assert str(both.metadata.get_payload()).strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
