@@ -10,8 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "build" / "mutants"
-COPIED = ("benchmarks", "csrc", "docs", "examples", "fedkernels", "fedssl", "tests", "setup.py", "pyproject.toml")
-COPIED_FOR_SETUP = ("README.md", "LICENSE")
+COPIED = (
+    *("benchmarks", "csrc", "docs", "examples", "fedkernels", "fedssl", "tests", "website"),
+    *("setup.py", "pyproject.toml", "README.md", "LICENSE"),
+)
 # One instruction set is compiled, which takes a third of the time, and no nvcc runs: CUDA's tests compile for the CPU.
 BUILD = {"FEDKERNELS_CUDA": "0", "FEDKERNELS_CPU_INSTRUCTION_SETS": "baseline"}
 
@@ -24,10 +26,13 @@ def copy_where_different(source: str, target: str) -> str:
 
 
 def copy_sources(compiled: bool = False) -> None:
-    """Copy what differs; `compiled` also copies the compiled module, which is otherwise built by `build`."""
+    """Copy what differs, take away what is gone; `compiled` also copies the compiled module, else `build` makes it."""
     ignored = shutil.ignore_patterns("__pycache__", "_C.missing", *([] if compiled else ["*.so"]))
-    for name in (*COPIED, *COPIED_FOR_SETUP):
+    for name in COPIED:
         if (ROOT / name).is_dir():
+            for path in list((COPY / name).rglob("*")):
+                if path.is_file() and path.suffix != ".so" and not (ROOT / path.relative_to(COPY)).exists():
+                    path.unlink()
             shutil.copytree(
                 ROOT / name, COPY / name, copy_function=copy_where_different, ignore=ignored, dirs_exist_ok=True
             )
