@@ -17,7 +17,6 @@ import torch
 from scipy.stats import spearmanr
 
 from fedkernels import ViewKey
-from fedssl import UserError
 from fedssl.augmentations.base import draw_views
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.datasets import load_dataset
@@ -94,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = [read_run(file.parent) for file in sorted(options.trials.rglob("recipe.yaml"))]
     finished = [run for run in runs if run.finished]
     if len(finished) < 3:
-        raise UserError(f"{options.trials} has {len(finished)} finished trials: a correlation takes at least three")
+        parser.error(f"{options.trials} has {len(finished)} finished trials: a correlation takes at least three")
     print(correlations(finished))
 
 

@@ -37,6 +37,7 @@ from benchmarks.simulation_tables import TWO_AT_A_TIME, tables
 from benchmarks.timing import problem
 from benchmarks.two_at_a_time import COPIES, two_at_a_time
 from fedssl.engines.in_process import run
+from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 
@@ -251,13 +252,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measured(title: str, measure: Callable[[], dict[str, Any]], deadline: float) -> dict[str, Any]:
-    """What `measure` returns with its title and status; where no time is left or memory runs out, the status alone."""
+    """What `measure` returns with its title and status; without time or memory, or with a wrong setting, that alone."""
     print(title, flush=True)
     if time.monotonic() > deadline:
         return {"title": title, "status": "not measured: no time was left"}
     try:
         return {"title": title, "status": "ok", **measure()}
-    except RuntimeError as error:
+    except (RuntimeError, UserError) as error:
         return {"title": title, "status": problem(error)}
     finally:
         gc.collect()

@@ -7,6 +7,8 @@ so a machine trains more images a second this way; whether lightly's loop does t
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -34,11 +36,19 @@ def two_at_a_time(name: str, training: LocalTraining, overrides: list[str]) -> L
         processes.append(process)
         pipes.append(ours)
 
+    @contextmanager
+    def both_live() -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError):
+            raise RuntimeError(f"two of {name}'s loop at a time: a process has ended") from None
+
     def run() -> None:
-        for pipe in pipes:
-            pipe.send("run")
-        for pipe in pipes:
-            pipe.recv()
+        with both_live():
+            for pipe in pipes:
+                pipe.send("run")
+            for pipe in pipes:
+                pipe.recv()
 
     def close() -> None:
         for pipe in pipes:
@@ -47,10 +57,11 @@ def two_at_a_time(name: str, training: LocalTraining, overrides: list[str]) -> L
             process.join()
 
     try:
-        parameters, *_ = [pipe.recv() for pipe in pipes]
-    except EOFError:
+        with both_live():
+            parameters, *_ = [pipe.recv() for pipe in pipes]
+    except RuntimeError:
         close()
-        raise RuntimeError(f"two of {name}'s loop at a time: a process ended while it was set up") from None
+        raise
     return Loop(run, parameters, close)
 
 

@@ -2,13 +2,16 @@
 
 import csv
 import json
+import math
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import simulation, simulation_peers, simulation_tables
+from benchmarks import simulation, simulation_peers, simulation_tables, two_at_a_time
 from benchmarks.phases import PHASES, PhaseClock, Place, require_calls
 from benchmarks.simulation import Simulation, Sizes, measure_rounds
 from benchmarks.simulation_peers import LocalTraining, Loop
@@ -121,6 +124,26 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     assert "`training.learning_rate=0.01`" in text
     assert "|  | lightly | - | - | - | **not installed** |" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["simulation.json", "simulation.md"]
+
+
+def ending(pipe: Any, *_: Any) -> None:
+    """A process that ends in its first pass."""
+    pipe.send(1)
+    pipe.recv()
+
+
+def test_a_process_that_ends_and_a_wrong_setting_are_the_statuses_of_their_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(two_at_a_time, "_serve", ending)
+    pair = two_at_a_time.two_at_a_time("lightly", TINY_TRAINING, [])
+    try:
+        ended = simulation._measured("pair", pair.run, math.inf)
+    finally:
+        pair.close()
+    assert ended == {"title": "pair", "status": "failed: two of lightly's loop at a time: a process has ended"}
+    wrong = partial(simulation.measure_simulation, TINY, "cpu", 1, ["training.nothing=1"])
+    assert "training.nothing" in simulation._measured("wrong", wrong, math.inf)["status"]
 
 
 def test_overhead_and_bars() -> None:
