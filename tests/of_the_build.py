@@ -3,7 +3,8 @@
     python -m tests.of_the_build            # prints pytest's options that leave them out, or nothing
     python -m tests.of_the_build --passed   # keeps in the environment that they have passed
 
-In continuous integration, where the variable CI is set, they always run.
+In continuous integration, where the variable CI is set, they always run. They also read fedssl/ and CHANGELOG.md, which
+nearly every change touches: for these alone they run there only.
 """
 
 import hashlib
@@ -14,7 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/cuda_on_cpu", "tests/packaging")
-DEPENDS_ON = ("csrc", "distributions", "fedkernels", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", *TESTS)
+DEPENDS_ON = (
+    *("csrc", "distributions", "fedkernels", "tests/fedkernels", "tests/fedssl/regularizers/terms.py", *TESTS),
+    *("tests/conftest.py", "tests/of_the_build.py", "tests/size.py"),
+    *("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "README.md", "CITATION.cff", "mkdocs.yml"),
+)
 PASSED = Path(sys.prefix) / "tests_of_the_build_passed.txt"
 
 

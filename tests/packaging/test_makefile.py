@@ -1,6 +1,7 @@
 """The Makefile, tried with a shell script in place of Python, so that nothing is downloaded."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -103,6 +104,16 @@ def test_tests_of_the_build_run_where_it_has_changed(tmp_path: Path, monkeypatch
 def test_what_is_named_here_exists() -> None:
     assert all((ROOT / name).exists() for name in of_the_build.DEPENDS_ON)
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+
+
+@pytest.mark.parametrize("folder", of_the_build.TESTS)
+def test_what_the_tests_of_the_build_import_of_others_lets_them_run(folder: str) -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / folder).glob("*.py"))
+    found = re.findall(r"^from (tests[.\w]*) import (.+)$", text, re.MULTILINE)
+    names = [f"{module}.{name}" for module, imported in found for name in imported.split(", ")]
+    assert names
+    named = tuple(one.removesuffix(".py").replace("/", ".") for one in of_the_build.DEPENDS_ON)
+    assert [name for name in names if not name.startswith(named)] == []
 
 
 def test_failed_installation_is_tried_again(tmp_path: Path) -> None:
