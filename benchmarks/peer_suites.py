@@ -257,8 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(options.peers) - set(PEERS)
     if unknown:
         parser.error(f"NAME must be of {', '.join(PEERS)}, got {', '.join(sorted(unknown))}")
-    results, missing = {}, {}
-    for name in options.peers or PEERS:
+    file, asked, missing = options.output / "results.json", options.peers or list(PEERS), {}
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    results = {name: result for name, result in results.items() if name not in asked}
+    for name in asked:
         peer, folder = PEERS[name], options.suites / name
         absent = [test for test in peer.tests if not (folder / test).exists()]
         try:
@@ -270,9 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 missing[name] = f"{folder} has no {', '.join(absent)}: copy them from {peer.repository}"
             else:
                 results[name] = compare(name, peer, folder.resolve())
+    results = {name: results[name] for name in PEERS if name in results}
     text = page(results, missing)
     options.output.mkdir(parents=True, exist_ok=True)
-    replace(options.output / "results.json", json.dumps(results, indent=1) + "\n")
+    replace(file, json.dumps(results, indent=1) + "\n")
     replace(options.output / "README.md", text)
     print(text)
     return 0

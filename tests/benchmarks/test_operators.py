@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -329,6 +330,18 @@ def test_new_failures_and_calls_are_those_of_the_drop_in(suites: Path, tmp_path:
     page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "| mine | not explained: AssertionError: assert 2 == 1 | 1 | `test_ours_fails[1]` |" in page
     assert "| mine | ours adds one | 1 | `test_ours_fails[2]` |" in page
+
+
+def test_a_run_of_one_library_leaves_the_rows_of_others(
+    suites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(suites / "mine", suites / "other")
+    monkeypatch.setattr(peer_suites, "PEERS", peer_suites.PEERS | {"other": peer_suites.PEERS["mine"]})
+    counts = {"tests": 1, "original": 1, "drop_in": 1, "calls": {"library.Loss": 1}, "new": {}}
+    monkeypatch.setattr(peer_suites, "compare", lambda name, *_: {"version": name, **counts})
+    for name in ("other", "mine", "mine"):
+        assert peer_suites.main([name, "--suites", str(suites), "--output", str(tmp_path)]) == 0
+    assert list(json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))) == ["mine", "other"]
 
 
 def test_tests_that_never_call_a_drop_in_are_refused(
