@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
             command, cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": cache}, stdout=subprocess.PIPE, text=True
         )
     if run.returncode:
-        raise SystemExit("the run did not end within the limit")
+        raise SystemExit("the run within the limit failed: what it said stands above")
     result = {
         "environment": environment(Settings(threads=1, repeats=options.repeats)),
         "size": options.size,
