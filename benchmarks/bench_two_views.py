@@ -150,12 +150,13 @@ def _batched(inputs: Inputs) -> Outputs:
 
 def _kornia(inputs: Inputs) -> Outputs:
     images: Tensor = inputs["images"].float() / 255
-    transform = _kornia_transform(*images.shape[2:])
+    transform = kornia_transform(*images.shape[2:])
     return {"first view": transform(images), "second view": transform(images)}
 
 
 @cache
-def _kornia_transform(height: int, width: int) -> Callable[[Tensor], Tensor]:
+def kornia_transform(height: int, width: int) -> Callable[[Tensor], Tensor]:
+    """kornia's augmentation of a batch with the operations of `OPTIONS`."""
     kornia = importlib.import_module("kornia.augmentation")
     kernel, o = blur_kernel_size(height, width), OPTIONS
     middle, spread = torch.full((3,), 0.5), torch.full((3,), 0.25)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.bench_two_views import kornia_transform
 from fedkernels import ViewOptions
-from fedkernels.reference.two_views import blur_kernel_size
 from fedssl.client import Client, LocalRound
 from fedssl.data.datasets import Dataset as Images
 from fedssl.federation import Federation, build_federation
@@ -148,7 +148,7 @@ def _kornia(training: LocalTraining) -> Loop:
     federation = training_federation(training, [])
     objective, device = federation.method.objective, federation.device
     client: Client = federation.client(0, Message())
-    model, images, views = client.model, client.images, kornia_views()
+    model, images, views = client.model, client.images, kornia_transform(SIDE, SIDE)
     optimizer = _sgd(model)
 
     def train() -> Tensor:
@@ -164,21 +164,6 @@ def _kornia(training: LocalTraining) -> Loop:
         return total.cpu()
 
     return Loop(train, _trained(model))
-
-
-def kornia_views() -> Callable[[Tensor], Tensor]:
-    """kornia's augmentation of a batch with the operations of `VIEWS`."""
-    kornia = importlib.import_module("kornia.augmentation")
-    kernel = blur_kernel_size(SIDE, SIDE)
-    middle, spread = torch.full((3,), 0.5), torch.full((3,), 0.25)
-    return nn.Sequential(
-        kornia.RandomResizedCrop((SIDE, SIDE), scale=VIEWS.crop_scale, ratio=VIEWS.crop_ratio),
-        kornia.RandomHorizontalFlip(p=VIEWS.flip),
-        kornia.ColorJitter(VIEWS.brightness, VIEWS.contrast, VIEWS.saturation, VIEWS.hue, p=VIEWS.jitter_probability),
-        kornia.RandomGrayscale(p=VIEWS.grayscale),
-        kornia.RandomGaussianBlur((kernel, kernel), VIEWS.blur_sigma, p=VIEWS.blur),
-        kornia.Normalize(middle, spread),
-    )
 
 
 # lightly
