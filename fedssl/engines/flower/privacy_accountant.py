@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Iterable
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from ...errors import UserError, install_command
-from ...options import Options, explain_errors
+from ...errors import UserError, explained, install_command
+from ...options import Options, validated
 from ...recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from ...run_folder.directory import RunDirectory
 from ...run_folder.storage import write_atomically
@@ -77,38 +76,40 @@ class PrivacyAccountant:
 
     With `local_dp` a client's update counts as soon as it is asked for: the server may have it although the round was
     never committed, for instance after a kill. The repeated round counts again. With `fixed_clipping` the server is
-    trusted, and only a committed mean can leave it: updates that are in no committed mean do not count.
+    trusted, and only a committed mean can leave it: updates that are in no committed mean do not count. Without
+    differential privacy nothing is counted.
     """
 
-    def __init__(self, path: Path, privacy: LocalDP | FixedClipping, budget: float | None, spent: SpentRounds):
-        self._path, self._privacy, self._budget, self._spent = path, privacy, budget, spent
-
-    @classmethod
-    def of_run(cls, directory: RunDirectory, options: FlowerOptions) -> PrivacyAccountant | None:
-        """Return the accountant of a run, which continues the stored count; None without differential privacy."""
-        if options.differential_privacy is None:
-            return None
-        epsilon_after(options.differential_privacy, 1)  # raises before the first round if dp-accounting is missing
-        path = directory.path / PRIVACY_FILE
-        spent, committed = _read(path), directory.checkpoint.round
-        if committed >= 1 and (spent is None or spent.round < committed):
-            problem = "is missing" if spent is None else f"ends with round {spent.round}"
+    def __init__(self, directory: RunDirectory, options: FlowerOptions):
+        """Continue the count in a run's folder; raise UserError if it is missing there or cannot be read."""
+        self._path, self._budget = directory.path / PRIVACY_FILE, options.epsilon_budget
+        self._privacy, self._spent = options.differential_privacy, SpentRounds()
+        if self._privacy is None:
+            return
+        epsilon_after(self._privacy, 1)  # raises before the first round if dp-accounting is missing
+        committed, problem = directory.checkpoint.round, "is missing"
+        if self._path.exists():
+            claim = f"{self._path} cannot be read as the count of the privacy that was spent"
+            with explained(claim):
+                self._spent = validated(SpentRounds, json.loads(read_regular_file(self._path)), claim)
+            problem = f"ends with round {self._spent.round}"
+        if self._spent.round < committed:
             raise UserError(
-                f"{path} {problem}, but the run has {committed} committed "
+                f"{self._path} {problem}, but the run has {committed} committed "
                 f"{'round' if committed == 1 else 'rounds'}, so the privacy that it has spent is not known: put back "
                 "the file as the run wrote it, or start a new run"
             )
-        return cls(path, options.differential_privacy, options.epsilon_budget, spent or SpentRounds())
 
     def begin(self, number: int, clients: Collection[int]) -> None:
         """Count a round for clients about to be asked; raise UserError, uncounted, if it exceeds a client's budget."""
-        spent = self._spent
+        if self._privacy is None:
+            return
+        spent, budget = self._spent, self._budget
         if spent.round >= number and isinstance(self._privacy, FixedClipping):
             earlier = spent.earlier  # the round begins again, as its mean was not committed
         else:
             earlier = {k: spent.of(k) for k in sorted({*spent.earlier, *spent.asked})}
         after = SpentRounds(round=number, asked=sorted(clients), earlier=earlier)
-        budget = self._budget
         for k in after.asked:
             rounds = after.of(k)
             if budget is not None and (epsilon := epsilon_after(self._privacy, rounds)) > budget:
@@ -132,22 +133,11 @@ class PrivacyAccountant:
         """Uncount, with `fixed_clipping`, a client whose answer to the newest round was refused."""
         self.keep_only(self._spent.round, [k for k in self._spent.asked if k != client])
 
-    def epsilon(self, client: int) -> float:
-        """Return the epsilon that a client has spent so far."""
-        return epsilon_after(self._privacy, self._spent.of(client))
+    def epsilons(self, clients: Iterable[int]) -> dict[int, float]:
+        """Return the epsilon that each of these clients has spent so far; empty without differential privacy."""
+        privacy = self._privacy
+        return {} if privacy is None else {k: epsilon_after(privacy, self._spent.of(k)) for k in clients}
 
     def _store(self, spent: SpentRounds) -> None:
         write_atomically(self._path, (spent.model_dump_json(indent=1) + "\n").encode())
         self._spent = spent
-
-
-def _read(path: Path) -> SpentRounds | None:
-    try:
-        return SpentRounds.model_validate(json.loads(read_regular_file(path)))
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        problem = "; ".join(explain_errors(error, SpentRounds))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        problem = str(error)
-    raise UserError(f"{path} cannot be read as the count of the privacy that was spent: {problem}")

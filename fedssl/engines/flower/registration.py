@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,11 @@ class DataForm(BaseModel):
         """Return why images of this form do not fit the server's, to follow the site's name; None where they do."""
         if self.shape != expected.shape:
             own, wanted = (" x ".join(map(str, shape)) for shape in (self.shape, expected.shape))
-            keys = {"channels": (0, 1), "image_size": (1, 3)}
-            keys = {key: at for key, at in keys.items() if self.shape[slice(*at)] != expected.shape[slice(*at)]}
-            advice = " and ".join(f"{key}: {expected.shape[first]}" for key, (first, _) in keys.items())
+            channels = [f"channels: {expected.shape[0]}"] if self.shape[0] != expected.shape[0] else []
+            size = [f"image_size: {expected.shape[1]}"] if self.shape[1:] != expected.shape[1:] else []
             return (
-                f"its images are {own} (channels x height x width), but the server's are {wanted}: set {advice} under "
-                "data in the site's file"
+                f"its images are {own} (channels x height x width), but the server's are {wanted}: set "
+                f"{' and '.join(channels + size)} under data in the site's file"
             )
         if self.public != expected.public:
             return "its public images differ from the server's: give all sites the same file as data.public_path"
@@ -167,7 +167,9 @@ class ConnectedClients:
         later = time.monotonic() + max(_ASK_AGAIN_SECONDS, self._options.connect_seconds)
         asked = set(self._waiting.values())
         self._ask_at |= {node: float("inf") if node in asked else later for node in due}
-        bound = self._read_bound(due)
+        bound: Mapping[int, int | str | None] = dict.fromkeys(due)
+        if self._manifest is not None:
+            bound = bound_clients(self.messenger.grid, self._manifest)
         contents, expected = {}, ConfigRecord(self._expected.model_dump())
         for node in due:
             question: dict[str, Any] = {"run": self.run, "version": __version__}
@@ -183,37 +185,31 @@ class ConnectedClients:
             self._waiting |= self.messenger.send("query", contents, 0, seconds)
         return first_time
 
-    def _read_bound(self, due: list[int]) -> dict[int, int | str | None]:
-        """Return the client of each node's key, or why it has none; None for nodes where nothing binds keys."""
-        if self._manifest is None:
-            return dict.fromkeys(due)
-        try:
-            return bound_clients(self.messenger.grid, self._manifest)
-        except UserError as error:  # it was changed while the run goes on
-            return dict.fromkeys(due, str(error))
-
     def _register(self, answer: NodeAnswer) -> None:
         """Register a node's client as connected, or warn why it is left out."""
-        failure, k = answer.failure, self._bound.get(answer.node, answer.client)
-        if answer.content is not None:
-            k = config_of(answer.content, "answer").get("client")
-        clients = len(self._federation.client_rows)
+        content, bound, clients = answer.content, self._bound.get(answer.node), len(self._federation.client_rows)
+        k = answer.client if bound is None else bound
+        if content is not None:
+            k = config_of(content, "answer").get("client")
         is_client = type(k) is int and 0 <= k < clients
-        if answer.content is not None:
-            if not is_client:
-                failure = f"its client number is invalid: expected 0 to {clients - 1}, got {str(k)[:100]}"
-            elif k != self._bound.get(answer.node, k):
-                failure = f"it answers as client {k}, but its key is registered for client {self._bound[answer.node]}"
-            elif self.nodes.get(k, answer.node) != answer.node:
-                failure = (
-                    f"its site file names client {k}, but node {self.nodes[k]} is already client {k}: "
-                    "give each site a client number of its own"
-                )
-            elif (failure := self._data_fault(k, answer.content)) is None:
-                self.nodes[k] = answer.node
-                self._left_out.pop(answer.node, None)
-                return
-        self._leave_out(answer.node, str(failure), k if is_client and k not in self.nodes else None)
+        if content is None:
+            failure = str(answer.failure)
+        elif not is_client:
+            failure = f"its client number is invalid: expected 0 to {clients - 1}, got {str(k)[:100]}"
+        elif bound not in (None, k):
+            failure = f"it answers as client {k}, but its key is registered for client {bound}"
+        elif self.nodes.get(k, answer.node) != answer.node:
+            failure = (
+                f"its site file names client {k}, but node {self.nodes[k]} is already client {k}: "
+                "give each site a client number of its own"
+            )
+        elif (fault := self._data_fault(k, content)) is not None:
+            failure = fault
+        else:
+            self.nodes[k] = answer.node
+            self._left_out.pop(answer.node, None)
+            return
+        self._leave_out(answer.node, failure, k if is_client and k not in self.nodes else None)
 
     def _leave_out(self, node: int, failure: str, client: int | None = None) -> None:
         self._ask_at[node] = time.monotonic() + _ASK_AGAIN_SECONDS

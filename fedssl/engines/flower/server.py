@@ -71,7 +71,7 @@ class FlowerClients:
         self._connected, self._messenger = connected, connected.messenger
         self._federation, self._directory, self._progress = federation, directory, progress
         self._options = federation.recipe.flower
-        self._accountant = PrivacyAccountant.of_run(directory, self._options)
+        self._accountant = PrivacyAccountant(directory, self._options)
         self._evaluations: dict[int, SiteEvaluation] = {}  # in the round's answers
         self._late: dict[int, str] = {}  # who gave none in time, and what is told of it
 
@@ -87,16 +87,14 @@ class FlowerClients:
             reasons = [f"round {n}: {why}" for n, why in mine]
             task["left_out"] = reasons[-MOST_REASONS:]
         secure = self._options.secure_aggregation is not None
-        if self._accountant is not None:
-            self._accountant.begin(number, () if secure else contents)
+        self._accountant.begin(number, () if secure else contents)
         if secure:
             replies, missing = self._secure_answers(number, sent, contents)
         else:
             received, missing = self._exchange("train", contents, number, self._read_answer)
             self._evaluations = {k: evaluation for k, (_, evaluation) in received.items()}
             replies = {k: received[k][0] for k in sorted(received)}
-            if self._accountant is not None:
-                self._accountant.keep_only(number, replies)
+            self._accountant.keep_only(number, replies)
         for k in replies:
             self._directory.adopt_client(k, number)
         missing |= {k: self._connected.absence(k) for k in sent if k not in contents}
@@ -118,14 +116,13 @@ class FlowerClients:
         before = {name: sent[min(contents)].tensors[name] for name in names}
 
         def exchange(stage_contents: Contents, collects: bool) -> tuple[Contents, dict[int, str]]:
-            if collects and self._accountant is not None:  # again where the protocol begins anew
+            if collects:  # again where the protocol begins anew
                 self._accountant.begin(number, stage_contents)
             return self._exchange("train", stage_contents, number, lambda records: records)
 
         size = flatten_weights(before).size
         mean, metrics, missing = secure_mean(self._options, contents, self._connected.nodes, size, exchange)
-        if self._accountant is not None:
-            self._accountant.keep_only(number, metrics)
+        self._accountant.keep_only(number, metrics)
         if mean is None:
             return {}, missing
         tensors = unflatten_mean(mean, before)
@@ -134,8 +131,7 @@ class FlowerClients:
     def discard(self, index: int) -> None:
         self._directory.discard_client(index)
         self._evaluations.pop(index, None)
-        if self._accountant is not None:
-            self._accountant.discard(index)
+        self._accountant.discard(index)
 
     def kept(self, reply: Message) -> Message:
         return on_disk(reply, self._directory.path)
@@ -144,9 +140,7 @@ class FlowerClients:
         return self._connected.images
 
     def epsilons(self) -> dict[int, float]:
-        if self._accountant is None:
-            return {}
-        return {k: self._accountant.epsilon(k) for k in range(len(self._federation.client_rows))}
+        return self._accountant.epsilons(range(len(self._federation.client_rows)))
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
         evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation.spectrum is not None}
@@ -156,11 +150,8 @@ class FlowerClients:
         unknown = [k for k in everyone if k not in evaluations and k not in late and k in self._connected.nodes]
         contents = {k: RecordDict({"task": self._task(k, number, evaluate=True)}) for k in unknown}
 
-        def read(records: RecordDict) -> SiteEvaluation:
-            return split_evaluation(from_records(records))[1]
-
-        received, missing = self._exchange("evaluate", contents, number, read, LARGEST_WITHOUT_WEIGHTS)
-        evaluations |= received
+        received, missing = self._exchange("evaluate", contents, number, self._read_answer, LARGEST_WITHOUT_WEIGHTS)
+        evaluations |= {k: evaluation for k, (_, evaluation) in received.items()}
         for k in everyone:
             absence = (missing | late).get(k) or self._connected.absence(k)
             fault = evaluation_fault(evaluations[k]) if k in evaluations else absence

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 from pydantic import Field, StringConstraints, model_validator
 
+from ...errors import UserError
 from ...options import Options, read_options
 
 #: in the server's folder, the sites' public keys, files NAME.pub, and the manifest beside them
@@ -61,17 +62,13 @@ def key_fingerprint(key: EllipticCurvePublicKey) -> str:
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
-def bound_clients(grid: Any, path: Path) -> dict[int, int | str | None]:
-    """Return the client's number of each connected node of Flower's grid, or a text that says why it has none.
-
-    Raises:
-        UserError: see `read_manifest`.
-    """
-    clients = read_manifest(path).clients
-    bound: dict[int, int | str | None] = {}
-    for node in grid.get_nodes():
-        key = load_pem_public_key(node.public_key)
-        assert isinstance(key, EllipticCurvePublicKey)  # the SuperLink registers no other
-        fingerprint = key_fingerprint(key)
-        bound[node.node_id] = clients.get(fingerprint, f"its key {fingerprint} is in no line of {path}")
-    return bound
+def bound_clients(grid: Any, path: Path) -> dict[int, int | str]:
+    """Return the client's number of each connected node of Flower's grid, or a text that says why it has none."""
+    nodes = grid.get_nodes()
+    try:
+        clients = read_manifest(path).clients
+    except UserError as error:  # it was changed while the run goes on
+        return {node.node_id: str(error) for node in nodes}
+    keys: dict[int, Any] = {node.node_id: load_pem_public_key(node.public_key) for node in nodes}
+    prints = {node: key_fingerprint(key) for node, key in keys.items()}
+    return {node: clients.get(text, f"its key {text} is in no line of {path}") for node, text in prints.items()}

@@ -36,7 +36,6 @@ _RECORDS: dict[str, Any] = {
 }
 #: messages of fewer bytes stay in memory; a file for each would cost a round of small models more than it saves
 _SMALL_ANSWER = 2**20
-_ALIGNMENT = 64  # bytes; torch's own, by which a product may round
 
 Vector = NDArray[np.float64]
 
@@ -130,18 +129,10 @@ def on_disk(message: Message, folder: Path) -> Message:
     """
     if message.num_bytes < _SMALL_ANSWER:
         return message
-    with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
-        starts = {}
-        for name, tensor in message.tensors.items():
-            starts[name] = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
-            file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        size = file.tell()
+    # torch raises either for a full disk; it aligns tensors to 64 bytes, by which a product may round
+    with suppress(OSError, RuntimeError), tempfile.TemporaryFile(dir=folder) as file:
+        torch.save({name: tensor.detach().contiguous() for name, tensor in message.tensors.items()}, file)
         file.flush()
         path = f"/proc/self/fd/{file.fileno()}"  # the mapping outlives the open file
-        mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        tensors = {}
-        for name, tensor in message.tensors.items():
-            data = mapped[starts[name] : starts[name] + tensor.numel() * tensor.element_size()]
-            tensors[name] = data.view(tensor.dtype).view(tensor.shape)
-        return replace(message, tensors=tensors)
+        return replace(message, tensors=torch.load(path, mmap=True))
     return message

@@ -272,7 +272,7 @@ def test_the_budget_stops_a_run_and_without_its_count_it_is_not_continued(quick,
     file = tmp_path / "run" / PRIVACY_FILE
     spent = json.loads(file.read_text())
     assert spent == {"round": 2, "asked": [0, 1, 2], "earlier": {"0": 1, "1": 1, "2": 1}}
-    assert PrivacyAccountant.of_run(directory, recipe.flower).epsilon(0) == epsilon_after(privacy, 2)
+    assert PrivacyAccountant(directory, recipe.flower).epsilons([0]) == {0: epsilon_after(privacy, 2)}
     for text, told in (
         (json.dumps(spent | {"round": 1}), "ends with round 1, but the run has 2 committed rounds"),
         ("{", "cannot be read as the count"),
@@ -280,5 +280,5 @@ def test_the_budget_stops_a_run_and_without_its_count_it_is_not_continued(quick,
     ):
         file.unlink() if text is None else file.write_text(text)
         with pytest.raises(UserError, match=told):
-            PrivacyAccountant.of_run(directory, recipe.flower)
-    assert PrivacyAccountant.of_run(directory, FlowerOptions()) is None
+            PrivacyAccountant(directory, recipe.flower)
+    assert PrivacyAccountant(directory, FlowerOptions()).epsilons([0]) == {}
