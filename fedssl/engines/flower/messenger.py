@@ -50,11 +50,18 @@ class NotWhole(Exception):
     """Some objects of an answer have not arrived at the SuperLink yet."""
 
 
-class AnswerSize:
-    """The size of one answer, which may have `largest` bytes and whose objects arrive in any order."""
+class ArrivingAnswer:
+    """The answer to one message, of at most `largest` bytes, whose objects arrive in any order.
+
+    The grid may be asked for it several times.
+    """
 
     def __init__(self, largest: int):
         self._largest = largest
+        self._announced: Any = None  # Flower's response; the SuperLink gives it once
+        self._missing: PullObjectRequest | None = None
+        self._seen: set[str] = set()  # the objects that have arrived
+        self._lock = threading.Lock()  # Flower pulls several at a time
         self._record_bytes = 0
         self._received = 0  # bytes of pieces
         self._piece_bytes: dict[str, int] = {}
@@ -63,7 +70,7 @@ class AnswerSize:
 
     def add(self, object_id: str, content: bytes) -> None:
         """Count an object; raise TooLarge if the answer is too large with it, one of `_UNREADABLE` if it is broken."""
-        if object_id in self._piece_bytes:
+        if object_id in self._seen:
             return
         kind, children, _ = objects.get_object_head_values_from_object_content(content)
         if kind == ArrayChunk.__qualname__:
@@ -81,16 +88,7 @@ class AnswerSize:
                     self._array_bytes += self._piece_bytes.get(children[index], 0)
         if self._record_bytes + max(self._received, self._array_bytes) > self._largest:
             raise TooLarge(f"its answer is larger than {self._largest} bytes, the most that an answer may have here")
-
-
-class ArrivingAnswer:
-    """The answer to one message, of at most `largest` bytes; the grid may be asked for it several times."""
-
-    def __init__(self, largest: int):
-        self._largest = largest
-        self._announced: Any = None  # Flower's response; the SuperLink gives it once
-        self._missing: PullObjectRequest | None = None
-        self._arrived: set[str] = set()
+        self._seen.add(object_id)
 
     def pull(self, grid: Any, message_id: str) -> list[FlowerMessage]:
         """Return the answer, or nothing while it is missing or not whole; raise TooLarge if it is too large.
@@ -102,7 +100,6 @@ class ArrivingAnswer:
         if client is None:
             return list(grid.pull_messages([message_id]))
         pull_messages, pull_object = client.PullMessages, client.PullObject
-        lock, size = threading.Lock(), AnswerSize(self._largest)
 
         def announced(request: Any) -> Any:
             if self._announced is None:
@@ -110,20 +107,23 @@ class ArrivingAnswer:
                 if not response.messages_list:
                     return response
                 self._announced = response
-            self._look_for_missing(pull_object)
+            elif self._missing is not None:  # objects that have been seen need not be read again to find the next one
+                trees = self._announced.message_object_trees
+                for name in dict.fromkeys(n.object_id for tree in trees for n in objects.iterate_object_tree(tree)):
+                    if name not in self._seen:
+                        wanted = {"node": self._missing.node, "run_id": self._missing.run_id, "object_id": name}
+                        counted(PullObjectRequest(**wanted))
             return self._announced
 
         def counted(request: PullObjectRequest) -> Any:
             response = pull_object(request)
-            if not response.object_content:
-                if response.object_found:
-                    self._missing = request
-                    raise NotWhole
-                return response  # the SuperLink has given up on it
-            with lock:  # Flower pulls several at a time
-                size.add(request.object_id, response.object_content)
-                self._arrived.add(request.object_id)
-            return response
+            if response.object_content:
+                with self._lock:
+                    self.add(request.object_id, response.object_content)
+            elif response.object_found:
+                self._missing = request
+                raise NotWhole
+            return response  # without content where the SuperLink has given up on the object
 
         client.PullMessages, client.PullObject = announced, counted
         try:
@@ -132,19 +132,6 @@ class ArrivingAnswer:
             return []
         finally:
             client.PullMessages, client.PullObject = pull_messages, pull_object
-
-    def _look_for_missing(self, pull_object: Any) -> None:
-        """Raise NotWhole if an object is still missing; ask only for objects that have not been seen."""
-        if self._missing is None:
-            return
-        trees = self._announced.message_object_trees
-        for name in dict.fromkeys(node.object_id for tree in trees for node in objects.iterate_object_tree(tree)):
-            if name not in self._arrived:
-                request = PullObjectRequest(node=self._missing.node, run_id=self._missing.run_id, object_id=name)
-                response = pull_object(request)
-                if response.object_found and not response.object_content:
-                    raise NotWhole
-                self._arrived.add(name)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from fedssl.engines.flower.messenger import AnswerSize, Messenger, TooLarge
+from fedssl.engines.flower.messenger import ArrivingAnswer, Messenger, TooLarge
 
 
 class ServedGrid(HttpGrid):
@@ -129,14 +129,14 @@ def test_equal_pieces_count_as_often_as_an_array_refers_to_them(array_first):
     assert sum(map(len, objects.values())) < 6 * 2**20
     piece, whole = sorted(objects, key=lambda name: len(objects[name]), reverse=True)
     first, second = (whole, piece) if array_first else (piece, whole)
-    size = AnswerSize(2**24)
+    size = ArrivingAnswer(2**24)
     size.add(first, objects[first])
     with pytest.raises(TooLarge, match="larger than 16777216 bytes"):
         size.add(second, objects[second])
 
 
 def test_an_answer_of_the_largest_size_is_not_given_up():
-    size = AnswerSize(2**24)
+    size = ArrivingAnswer(2**24)
     for i in range(3):
         size.add(str(i), ArrayChunk(memoryview(bytes(5 * 2**20))).deflate())
         size.add(str(i), ArrayChunk(memoryview(bytes(5 * 2**20))).deflate())  # pulled twice
