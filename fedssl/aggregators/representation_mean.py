@@ -266,9 +266,8 @@ class RepresentationMean(Aggregator):
         return a, None
 
     def expected(self, server: Message, client: int, travelling: list[str]) -> dict[str, Shape] | None:
-        return (
-            {f"representation.{client}": (PUBLIC_IMAGES, range(1, MOST_FEATURES + 1))} if self._renews(server) else {}
-        )
+        shape: Shape = (PUBLIC_IMAGES, range(1, MOST_FEATURES + 1))
+        return {f"representation.{client}": shape} if self._renews(server) else {}
 
     def limited(self, replies: dict[int, Message], capped: Capped) -> tuple[dict[int, Message], dict[int, str]]:
         names = {k: f"representation.{k}" for k in replies}

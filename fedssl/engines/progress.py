@@ -75,11 +75,10 @@ class ProgressBars(Observer):
         """Show a text beside the bar of the clients until the next client begins."""
         self.bars.update(self.clients, status=text)
 
-    def inform(self, text: str) -> None:
-        self.warn(text)
-
     def warn(self, text: str) -> None:
         self.console.print(printable(text), highlight=False, markup=False)
+
+    inform = warn
 
     def _end_training(self) -> None:
         if self._images:

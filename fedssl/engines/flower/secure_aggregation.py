@@ -21,12 +21,7 @@ from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
-from flwr.common.secure_aggregation.secaggplus_constants import (
-    RECORD_KEY_CONFIGS,
-    RECORD_KEY_STATE,
-    Key,
-    Stage,
-)
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
 from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_separate
 from flwr.common.typing import Code, FitIns, FitRes, Parameters, Status
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
@@ -76,6 +71,7 @@ def masked_answer(
         UserError: raised by `answer`; weights are not finite or beyond clipping_range.
     """
     task: Any = message.content["task"]
+    address = ConfigRecord({"client": task["client"], "round": task["round"]})
     metrics: dict[str, float] = {}
 
     def call_next(inner: FlowerMessage, context: Context) -> FlowerMessage:
@@ -91,7 +87,6 @@ def masked_answer(
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
 
     if unreadable := _unreadable(message, context):
-        address = ConfigRecord({"client": task["client"], "round": task["round"]})
         return RecordDict({_UNREADABLE: ConfigRecord({"nodes": unreadable}), "answer": address})
     with numpy_seeded_by_system():
         masked = secaggplus_mod(message, context, call_next)
@@ -103,7 +98,7 @@ def masked_answer(
         records = to_records(Message({_MASKED: torch.from_numpy(integers)}, metrics=metrics))
     else:
         records = RecordDict({RECORD_KEY_CONFIGS: configs})
-    records["answer"] = ConfigRecord({"client": task["client"], "round": task["round"]})
+    records["answer"] = address
     return records
 
 

@@ -143,7 +143,7 @@ class FlowerClients:
         return self._accountant.epsilons(range(len(self._federation.client_rows)))
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
-        evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation.spectrum is not None}
+        evaluations = {k: evaluation for k, evaluation in self._evaluations.items() if evaluation[1] is not None}
         self._evaluations = {}
         everyone = range(len(self._federation.client_rows))
         late = {} if self._options.grace is None else self._late  # to wait for them again could take round_seconds
@@ -154,13 +154,12 @@ class FlowerClients:
         evaluations |= {k: evaluation for k, (_, evaluation) in received.items()}
         for k in everyone:
             absence = (missing | late).get(k) or self._connected.absence(k)
-            fault = evaluation_fault(evaluations[k]) if k in evaluations else absence
-            if fault:
+            measures, spectrum = evaluations.get(k, ({}, None))
+            fault = evaluation_fault(measures, spectrum) if k in evaluations else absence
+            if spectrum is not None and not fault:
+                yield k, measures, spectrum
+            else:
                 self._progress.warn(f"round {number}: client {k} is not evaluated: {fault}")
-                continue
-            spectrum = evaluations[k].spectrum
-            assert spectrum is not None
-            yield k, evaluations[k].measures, spectrum
 
     def _task(self, client: int, number: int, evaluate: bool) -> ConfigRecord:
         start = self._directory.client_rounds.get(client)

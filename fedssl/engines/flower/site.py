@@ -32,6 +32,8 @@ _SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
 _LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
 _MOST_MEASURES = 100  # each is a line of metrics.csv
 _LONGEST_NAME = 100  # characters in the name of a measure
+#: a client's measures of its own model by name, and the singular values [n] of its test representations if any
+SiteEvaluation = tuple[dict[str, float], Tensor | None]
 
 
 def count_own_images(site: SiteOptions) -> int | None:
@@ -148,14 +150,6 @@ class SiteStates:
         return self._folder / client_file(self._client, round_number)
 
 
-@dataclasses.dataclass
-class SiteEvaluation:
-    """A client's measures of its own model by name, and the singular values [n] of its test representations if any."""
-
-    measures: dict[str, float]
-    spectrum: Tensor | None
-
-
 def add_evaluation(reply: Message, measures: dict[str, float], spectrum: Tensor) -> None:
     """Put an evaluation into a client's answer."""
     reply.numbers.update({_MEASURE + name: value for name, value in measures.items()})
@@ -167,22 +161,21 @@ def split_evaluation(reply: Message) -> tuple[Message, SiteEvaluation]:
     measures = {n.removeprefix(_MEASURE): v for n, v in reply.numbers.items() if n.startswith(_MEASURE)}
     numbers = {name: value for name, value in reply.numbers.items() if not name.startswith(_MEASURE)}
     tensors = dict(reply.tensors)
-    evaluation = SiteEvaluation(measures, tensors.pop(_SPECTRUM, None))
-    return dataclasses.replace(reply, tensors=tensors, numbers=numbers), evaluation
+    spectrum = tensors.pop(_SPECTRUM, None)
+    return dataclasses.replace(reply, tensors=tensors, numbers=numbers), (measures, spectrum)
 
 
-def evaluation_fault(evaluation: SiteEvaluation) -> str | None:
+def evaluation_fault(measures: dict[str, float], spectrum: Tensor | None) -> str | None:
     """Return why an evaluation cannot be used; None where it can."""
-    spectrum = evaluation.spectrum
     if spectrum is None or spectrum.dim() != 1 or not spectrum.is_floating_point():
         return "its evaluation has no valid spectrum: expected one dimension of floating-point numbers"
     if len(spectrum) > _LONGEST_SPECTRUM:
         return f"its evaluation's spectrum has {len(spectrum)} values, more than {_LONGEST_SPECTRUM}"
     if not ((spectrum >= 0) & spectrum.isfinite()).all():
         return "its evaluation's spectrum is invalid: expected finite values that are not negative"
-    if len(evaluation.measures) > _MOST_MEASURES:
-        return f"its evaluation has {len(evaluation.measures)} measures, more than {_MOST_MEASURES}"
-    for name, value in evaluation.measures.items():
+    if len(measures) > _MOST_MEASURES:
+        return f"its evaluation has {len(measures)} measures, more than {_MOST_MEASURES}"
+    for name, value in measures.items():
         if not is_measure(name) or len(name) > _LONGEST_NAME:
             return f"its evaluation holds {name[:100]!r}, which is not a measure of a model"
         least, most = _bounds(name, len(spectrum))

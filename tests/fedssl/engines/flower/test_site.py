@@ -17,7 +17,7 @@ from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.engines.flower.messenger import Messenger
-from fedssl.engines.flower.site import SiteEvaluation, SiteStates, evaluation_fault, site_federation
+from fedssl.engines.flower.site import SiteStates, evaluation_fault, site_federation
 from fedssl.engines.flower.site_options import SiteOptions, load_site
 from fedssl.errors import SendableError, UserError
 from fedssl.export.embed import embed_images
@@ -157,7 +157,7 @@ SPECTRUM = torch.tensor([3.0, 1.0, 0.0], dtype=torch.float64)
 )
 def test_measures_and_a_spectrum_that_no_model_has_are_refused(changes, fault):
     measures, spectrum = (MEASURES | changes, SPECTRUM) if isinstance(changes, dict) else (MEASURES, changes)
-    told = evaluation_fault(SiteEvaluation(measures, spectrum))
+    told = evaluation_fault(measures, spectrum)
     if fault is None:
         assert told is None
     else:
