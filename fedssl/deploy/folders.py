@@ -13,7 +13,7 @@ import yaml
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from ..engines.flower.site_keys import MANIFEST, SITES, key_fingerprint
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..run_folder.storage import write_atomically, writing
 from ..templates import fill_template
 from ..untrusted import read_regular_file
@@ -234,12 +234,8 @@ def _known_sites(folder: Path) -> list[str]:
             "lock out the sites, which trust the old one"
         )
     path = authority / "sites.txt"
-    try:
-        return read_regular_file(path, 2**20, own=True).decode().split()
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    with explained(f"{path} cannot be read"):
+        return read_regular_file(path, 2**20, own=True).decode().split() if path.exists() else []
 
 
 def _fill(path: Path, template: str, **values: object) -> None:

@@ -124,8 +124,7 @@ def _check_data(site_file: Path) -> int:
 
 def _free_port() -> int:
     """Return a port for the SuperNode's own processes, on this machine alone; several nodes may share a machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 

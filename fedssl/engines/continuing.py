@@ -99,11 +99,11 @@ class Engine:
             federation = self.prepare(recipe)
             digests = federation.data_digests()
             added = {*(recipe.evaluation.downstream or {})} - {*(stored.evaluation.downstream or {})}
-            is_new = {name: name.rpartition(".")[2] in added and "downstream" in name for name in digests}
-            require_same_data(path, {name: digest for name, digest in digests.items() if not is_new[name]})
+            new = {name for name in digests if "downstream" in name and name.rpartition(".")[2] in added}
+            require_same_data(path, {name: digest for name, digest in digests.items() if name not in new})
             if changes:
                 files = {"recipe.yaml": federation.recipe.to_yaml(), HISTORY: _history(directory, changes, done)}
-                if any(is_new.values()):
+                if new:
                     files[DATA_DIGESTS] = digests_text((read_digests(path) or {}) | digests)
                 directory.replace_files(files, back)
                 for sentence in consequences(stored, recipe, done):

@@ -128,9 +128,8 @@ def _told_before(federation: Federation) -> Iterator[str]:
         clients = {name: k for k, name in enumerate(recipe.architectures[: recipe.partition.clients])}
         yield from filter(None, (stem_sentence(name, federation.new_model(k).encoder) for name, k in clients.items()))
     images = sum(map(len, federation.client_rows)) if recipe.schedule.trains and recipe.preset != "none" else 0
-    if short := too_short(
-        recipe.model_dump(include={"model", "training", "partition", "clients_per_round", "rounds"}), images
-    ):
+    options = recipe.model_dump(include={"model", "training", "partition", "clients_per_round", "rounds"})
+    if short := too_short(options, images):
         yield short
     if len(dataset.measured_images):
         yield sample_sentence(dataset, recipe.evaluation.images, seed_for(recipe.seed, "evaluation"))
@@ -174,9 +173,8 @@ def _round(federation: Federation, server: Message, clients: Clients, number: in
         metric, _, who = name.rpartition("/")
         rows.append((number, who, metric, value))
     if recipe.training.stop_at_collapse:
-        _require_rank(
-            number, [m["rank_kept"] for m in (reply.metrics for reply in replies.values()) if "rank_kept" in m]
-        )
+        kept = [reply.metrics["rank_kept"] for reply in replies.values() if "rank_kept" in reply.metrics]
+        _require_rank(number, kept)
     return server, rows, missing
 
 

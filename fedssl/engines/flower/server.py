@@ -195,7 +195,11 @@ class FlowerClients:
             try:
                 if answer.content is None:
                     raise UserError(answer.failure or "its answer is empty")
-                _require_address(answer.content, k, number)
+                address = config_of(answer.content, "answer")
+                if address != {"client": k, "round": number}:
+                    got = ", ".join(f"{name} {str(address.get(name))[:20]}" for name in ("client", "round"))
+                    wanted = f"expected client {k}, round {number}, got {got}"
+                    raise UserError(f"its answer belongs to another round or client: {wanted}")
                 received[k] = read(answer.content)
             except UserError as error:
                 missing[k] = one_line(str(error))
@@ -223,14 +227,6 @@ class FlowerClients:
         images_of = stated | capped_images(stated, method.guard.largest_share)
         projections = 2 * int(max(images_of.values(), default=0)) * 4 * method.sizes.get(PROJECTION, 0)
         return 2**28 + 4 * sent + 4 * weights + public + projections
-
-
-def _require_address(content: RecordDict, client: int, number: int) -> None:
-    address = config_of(content, "answer")
-    if address != {"client": client, "round": number}:
-        got = ", ".join(f"{name} {str(address.get(name))[:20]}" for name in ("client", "round"))
-        expected = f"client {client}, round {number}"
-        raise UserError(f"its answer belongs to another round or client: expected {expected}, got {got}")
 
 
 def make_server_app(recipe_file: Path) -> ServerApp:
