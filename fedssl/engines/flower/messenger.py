@@ -107,12 +107,11 @@ class ArrivingAnswer:
                 if not response.messages_list:
                     return response
                 self._announced = response
-            elif self._missing is not None:  # objects that have been seen need not be read again to find the next one
+            elif (asked := self._missing) is not None:  # what has been seen is not read again before all is there
                 trees = self._announced.message_object_trees
                 for name in dict.fromkeys(n.object_id for tree in trees for n in objects.iterate_object_tree(tree)):
                     if name not in self._seen:
-                        wanted = {"node": self._missing.node, "run_id": self._missing.run_id, "object_id": name}
-                        counted(PullObjectRequest(**wanted))
+                        counted(PullObjectRequest(node=asked.node, run_id=asked.run_id, object_id=name))
             return self._announced
 
         def counted(request: PullObjectRequest) -> Any:

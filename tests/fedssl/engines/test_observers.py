@@ -120,6 +120,12 @@ def test_a_file_without_one_usable_observer_is_refused(name, text, message, tmp_
         load_observer(tmp_path / name)
 
 
+def test_a_failure_in_a_method_that_the_class_of_the_file_inherits_is_named_too(tmp_path):
+    (tmp_path / "mine.py").write_text(f"from {__name__} import Recorder\n\n\nclass Mine(Recorder):\n    pass\n")
+    with pytest.raises(UserError, match=r"mine\.py, round_ended failed: IndexError: .*; finished rounds are kept"):
+        load_observer(tmp_path / "mine.py").round_ended(0, ())
+
+
 @pytest.mark.parametrize("method", ["run_began", "round_ended", "warn"])
 def test_any_failure_of_an_observer_is_one_line_that_names_it_and_its_line(method, tmp_path):
     """mlflow's errors are of types of its own, and take several lines."""
