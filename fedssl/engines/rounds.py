@@ -88,10 +88,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
                 observers.inform(ended)
                 break
             started = time.perf_counter()
-            if number == 0:
-                server, rows, missing = _opening(federation, clients, observers)
-            else:
-                server, rows, missing = _round(federation, directory.server_state(), clients, number, observers)
+            server, rows, missing = _round(federation, directory, clients, number, observers)
             rows += _evaluate(federation, directory, number, server, clients, observers)
             directory.append_metrics(rows)
             capped = {k: f"{TOLD_CAPPED}{reason}" for k, reason in reasons_in(server, CAPPED).items()}
@@ -135,27 +132,30 @@ def _told_before(federation: Federation) -> Iterator[str]:
         yield sample_sentence(dataset, recipe.evaluation.images, seed_for(recipe.seed, "evaluation"))
 
 
-def _opening(federation: Federation, clients: Clients, observer: Observer) -> _Outcome:
-    """Run round 0, in which only some methods ask the clients."""
-    server = federation.method.initial_state()
-    if not federation.method.opening_round:
-        return server, [], {}
-    sent = federation.method.broadcast_opening(server, list(range(len(federation.client_rows))))
-    server, replies, rows, missing = _exchange(federation, server, sent, clients, 0, observer)
-    return server, _traffic_rows(0, {k: m for k, m in sent.items() if m.num_bytes}, replies) + rows, missing
-
-
-def _round(federation: Federation, server: Message, clients: Clients, number: int, observer: Observer) -> _Outcome:
-    recipe = federation.recipe
-    chosen = federation.sampled_clients(number)
-    answering = federation.answering_clients(number, chosen)
-    sent = federation.method.broadcast(server, chosen, number)
+def _round(
+    federation: Federation, directory: RunDirectory, clients: Clients, number: int, observer: Observer
+) -> _Outcome:
+    """Run a round; in round 0 only some methods ask the clients."""
+    recipe, method, images = federation.recipe, federation.method, clients.images()
+    if number == 0:
+        server = method.initial_state()
+        if not method.opening_round:
+            return server, [], {}
+        chosen = answering = list(range(len(federation.client_rows)))
+        sent = method.broadcast_opening(server, chosen)
+    else:
+        server = directory.server_state()
+        chosen = federation.sampled_clients(number)
+        answering = federation.answering_clients(number, chosen)
+        sent = method.broadcast(server, chosen, number)
+        steps = [steps_of_round(recipe.training, images.get(k, 0) if recipe.schedule.trains else 0) for k in answering]
+        observer.training_began(number, [count * recipe.training.batch_size for count in steps])
+    rows = [(number, str(k), "bytes_down", float(m.num_bytes)) for k, m in sent.items() if number or m.num_bytes]
     asked = {k: sent[k] for k in answering}
-    images = clients.images()
-    steps = [steps_of_round(recipe.training, images.get(k, 0) if recipe.schedule.trains else 0) for k in asked]
-    observer.training_began(number, [count * recipe.training.batch_size for count in steps])
-    server, replies, left_out_rows, missing = _exchange(federation, server, asked, clients, number, observer)
-    rows = _traffic_rows(number, sent, replies) + left_out_rows
+    server, replies, answer_rows, missing = _exchange(federation, server, asked, clients, number, observer)
+    rows += answer_rows
+    if number == 0:
+        return server, rows, missing
     rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
     rows += [(number, str(k), "images", float(images[k])) for k in replies if k in images]
     epsilons = {k: epsilon for k, epsilon in clients.epsilons().items() if math.isfinite(epsilon)}  # inf: no noise
@@ -212,22 +212,17 @@ def _exchange(
         raise UserError("; ".join([str(error), *reasons])) from error
     if empty:
         server.config[_EMPTY] = number
-    rows = [(number, str(k), "missing", 1.0) for k in missing]
-    for k, reason in reasons_in(server, REFUSED).items():
+    refused, capped = reasons_in(server, REFUSED), reasons_in(server, CAPPED)
+    for k, reason in refused.items():
         observer.warn(f"round {number}: the answer of client {k} is left out: {reason}")
         del replies[k]
         clients.discard(k)
-        rows.append((number, str(k), "refused", 1.0))
-    for k, reason in reasons_in(server, CAPPED).items():
+    for k, reason in capped.items():
         observer.warn(f"round {number}: client {k} is capped: {reason}")
-        rows.append((number, str(k), "capped", 1.0))
+    rows = [(number, str(k), "bytes_up", float(message.num_bytes)) for k, message in replies.items()]
+    for metric, told in (("missing", missing), ("refused", refused), ("capped", capped)):
+        rows += [(number, str(k), metric, 1.0) for k in told]
     return server, replies, rows, missing
-
-
-def _traffic_rows(number: int, sent: dict[int, Message], replies: dict[int, Message]) -> list[MetricRow]:
-    """Return rows of the bytes that each client received and sent in a round."""
-    rows = [(number, str(k), "bytes_down", float(message.num_bytes)) for k, message in sent.items()]
-    return rows + [(number, str(k), "bytes_up", float(message.num_bytes)) for k, message in replies.items()]
 
 
 def _evaluate(
