@@ -25,7 +25,7 @@ from .limits import limit_answers
 #: modules that a ServerApp or ClientApp needs; importing them starts no threads and looks for no CUDA device
 _APP_MODULES: tuple[str, ...] = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
 _APP_MODULES += ("timm", "torch._dynamo")  # the last is imported by the first optimizer that is made
-_HOST = "127.0.0.1"  # where the SuperLink listens
+_HOST = "127.0.0.1"  # where the SuperLink and a SuperNode listen for processes of this machine
 _PRIVATE_UMASK = 0o077  # the files of these processes, and of those that they start, are for their user alone
 
 
@@ -76,7 +76,8 @@ def supernode(site_file: Path, address: str, certificate: Path, key: Path, allow
     os.umask(_PRIVATE_UMASK)
     require_authority(certificate)
     read_site_key(key)
-    port = str(_free_port())
+    with socket.create_server((_HOST, 0)) as probe:  # a free port, as several nodes may share a machine
+        port = str(probe.getsockname()[1])
     command = ["flower-supernode", "--superlink", address, "--port", port]
     command += ["--node-config", f"site={json.dumps(str(site_file.absolute()))}"]
     command += ["--root-certificates", str(certificate.absolute()), "--auth-supernode-private-key", str(key.absolute())]
@@ -85,7 +86,7 @@ def supernode(site_file: Path, address: str, certificate: Path, key: Path, allow
         return 2
     # Flower looks for a new message's task every second; a round has several such steps one after another
     environment = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3"}
-    starter = ["--runtime-api-address", f"127.0.0.1:{port}", "--insecure"]
+    starter = ["--runtime-api-address", f"{_HOST}:{port}", "--insecure"]
     if load_site(site_file).approved_apps is None and not allowed_apps:
         advice = "approve single apps with --allow or approved_apps in the site's file"
         _print_error(f"every app that the server sends runs at this site; {advice}")
@@ -120,12 +121,6 @@ def _check_data(site_file: Path) -> int:
         _print_error(str(error))
         return 2
     return 0
-
-
-def _free_port() -> int:
-    """Return a port for the SuperNode's own processes, on this machine alone; several nodes may share a machine."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _print_error(text: str) -> None:

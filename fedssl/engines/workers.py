@@ -77,7 +77,11 @@ def client_workers(federation: Federation, count: int) -> AbstractContextManager
     The images are moved into shared memory, which the workers map: they are in memory once. Images in a file are read
     from the one that this process has open.
     """
-    context = _process_context()
+    # workers start at once, as forks of a server that has imported all and has no threads
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimiser imports the second
+    with interrupts_ignored():
+        forkserver.ensure_running()
     threads, number = max(1, torch.get_num_threads() // count), context.Value("i", 0)
     data = federation.recipe.to_yaml(), federation.dataset, dict(federation.downstream)
     return worker_pool(count, context, _begin, threads, number, data)
@@ -98,15 +102,6 @@ def give(pool: ProcessPoolExecutor, client: int, number: int, state: bytes, rece
             f"the images cannot be put into the memory that processes share ({error}): enlarge it (in a container "
             "with --shm-size), or set clients_parallel=1"
         ) from error
-
-
-def _process_context() -> Any:
-    """Return a context that starts workers at once: as forks of a server that has imported all and has no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first optimiser imports the second
-    with interrupts_ignored():
-        forkserver.ensure_running()
-    return context
 
 
 def _begin(threads: int, number: Any, data: tuple[str, Dataset, dict[str, Dataset]]) -> None:

@@ -178,15 +178,10 @@ def evaluation_fault(measures: dict[str, float], spectrum: Tensor | None) -> str
     for name, value in measures.items():
         if not is_measure(name) or len(name) > _LONGEST_NAME:
             return f"its evaluation holds {name[:100]!r}, which is not a measure of a model"
-        least, most = _bounds(name, len(spectrum))
+        label, measure = split_metric(name)
+        bounds = METRICS[measure].bounds if measure in METRICS else (0.0, 100.0)
+        # rounding may add a little; the singular values on other data are not sent
+        least, most = bounds or (0.0, (_LONGEST_SPECTRUM if label else len(spectrum)) + 1.0)
         if not least <= value <= most:  # NaN compares false
             return f"its evaluation has an invalid {name}: expected {least:g} to {most:g}, got {value}"
     return None
-
-
-def _bounds(measure: str, spectrum: int) -> tuple[float, float]:
-    """Return the smallest and largest value of a measure, with a little more than what rounding may add."""
-    label, name = split_metric(measure)
-    bounds = METRICS[name].bounds if name in METRICS else (0.0, 100.0)
-    # the singular values on other data are not sent
-    return bounds or (0.0, (_LONGEST_SPECTRUM if label else spectrum) + 1.0)
