@@ -14,7 +14,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def end_with_parent() -> None:
     assert parent is not None
 
     def wait_for_parent() -> None:
-        wait([parent.sentinel])
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=wait_for_parent, daemon=True).start()

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.app import Message as FlowerMessage
-from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
-from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, add_gaussian_noise_inplace, compute_stdv
+from flwr.supercore.differential_privacy import add_gaussian_noise_inplace, compute_clip_model_update, compute_stdv
+from torch import Tensor
 
 from ...aggregators.weighted_mean import DISTANCE
-from ...errors import SendableError, UserError
+from ...errors import SendableError
 from ...federation import Federation
 from ...guard import REFUSED, reasons_in
 from ...messages import Message
@@ -46,7 +46,7 @@ def private_answer(
         records = train()
         reply = from_records(records)
         if options.differential_privacy is not None:
-            reply = _clipped_reply(options.differential_privacy, message, context, reply)
+            reply = _clipped_reply(options.differential_privacy, from_records(message.content).tensors, reply)
         # memory and flops are those of the first step, which do not depend on its images
         metrics = {name: value for name, value in reply.metrics.items() if name in ("memory", "flops")}
         kept = dataclasses.replace(reply, numbers={"samples": reply.numbers["samples"]}, metrics=metrics)
@@ -57,14 +57,11 @@ def private_answer(
     return masked_answer(options.secure_aggregation, message, context, answer)
 
 
-def _clipped_reply(
-    privacy: LocalDP | FixedClipping, message: FlowerMessage, context: Context, reply: Message
-) -> Message:
-    """Return a client's reply, clipped by Flower's mod and with `local_dp` noised; it counts as one sample.
+def _clipped_reply(privacy: LocalDP | FixedClipping, received: dict[str, Tensor], reply: Message) -> Message:
+    """Return a client's reply, clipped by Flower's function and with `local_dp` noised; it counts as one sample.
 
-    Its integer entries, which depend on how many images the client has, are those that `message` brought.
+    Its integer entries, which depend on how many images the client has, are those that it has received.
     """
-    received = from_records(message.content).tensors
     for name in reply.tensors:
         if name not in received:
             rule = "flower.differential_privacy clips a tensor's change since it was received"
@@ -72,23 +69,13 @@ def _clipped_reply(
     before = {name: received[name] for name in reply.tensors}
     old, new = flatten_weights(before), flatten_weights(reply.tensors)
     require_finite(new)
-    if np.array_equal(old, new):
-        new[0] += 1e-12 * max(1.0, abs(new[0]))  # Flower divides by the update's length
+    vectors = [new]
+    if not np.array_equal(old, new):  # Flower divides by the update's length
+        compute_clip_model_update(vectors, [old], privacy.clipping_norm)
     if isinstance(privacy, LocalDP):
-        mod: Any = LocalDpMod(privacy.clipping_norm, 2 * privacy.clipping_norm, privacy.epsilon, privacy.delta)
-    else:
-        mod = fixedclipping_mod
-    config = ConfigRecord({KEY_CLIPPING_NORM: privacy.clipping_norm})
-
-    def call_next(inner: FlowerMessage, context: Context) -> FlowerMessage:
-        return FlowerMessage(RecordDict({"weights": ArrayRecord({"weights": Array(new)})}), reply_to=inner)
-
-    sent = RecordDict({"weights": ArrayRecord({"weights": Array(old)}), "config": config})
-    with numpy_seeded_by_system():
-        clipped = mod(FlowerMessage(sent, reply_to=message), context, call_next)
-    if clipped.has_error():
-        raise UserError(f"flower.differential_privacy failed: {clipped.error.reason}")
-    tensors = unflatten_weights(clipped.content["weights"]["weights"].numpy(), before)
+        with numpy_seeded_by_system():
+            add_gaussian_noise_inplace(vectors, privacy.noise_deviation)
+    tensors = unflatten_weights(vectors[0], before)
     return dataclasses.replace(reply, tensors=tensors, numbers=reply.numbers | {"samples": 1})
 
 
