@@ -97,11 +97,6 @@ def needs_renewal(path: Path, address: str, last: datetime) -> str | None:
     return None if names == _server_names(address) else f"the old one is not for {address}"
 
 
-def certificate_fingerprint(certificate: x509.Certificate) -> str:
-    """Return the SHA-256 of a certificate as `openssl x509 -fingerprint -sha256` prints it."""
-    return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
-
-
 def common_name(name: str) -> x509.Name:
     """Return the subject that has this common name and nothing else."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])

@@ -10,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import yaml
+from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from ..engines.flower.site_keys import MANIFEST, SITES, key_fingerprint
@@ -215,13 +216,12 @@ def _write_lists(folder: Path) -> None:
     """Write the sites' keys into the page for telephone calls, and into the manifest that the server obeys."""
     certificate = certificates.read_certificate(folder / "authority" / "ca.crt")
     fingerprints = {name: key_fingerprint(key) for name, key in _registered(folder).items()}
-    manifest = yaml.safe_dump(
-        {"sites": {name: fingerprints.get(name) for name in _known_sites(folder)}}, sort_keys=False
-    )
+    sites = {name: fingerprints.get(name) for name in _known_sites(folder)}
+    manifest = yaml.safe_dump({"sites": sites}, sort_keys=False)
     about = "# Written by fedssl provision: the sites in the order of their client numbers, from 0, with their keys.\n"
     _write_text(folder / "server" / SITES / MANIFEST, about + manifest)
     name = certificate.subject.rfc4514_string().removeprefix("CN=")
-    authority = certificates.certificate_fingerprint(certificate)
+    authority = certificate.fingerprint(SHA256()).hex(":").upper()  # as openssl x509 -fingerprint -sha256 prints it
     _fill(folder / "fingerprints.md", "fingerprints.md", consortium=name, authority=authority, keys=fingerprints)
 
 
