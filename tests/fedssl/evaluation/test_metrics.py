@@ -170,9 +170,10 @@ def test_images_without_labels_have_other_measures():
     features, labels = normal(20, 4), torch.arange(20) % 2
     assert list(measured_values(MeasuredImages(features, labels))) == ["effective_rank"]
     without = measured_values(MeasuredImages(features, views=[features, features + 0.1]))
-    assert list(without) == ["effective_rank", "alignment", "uniformity", "view_retrieval"]
+    assert list(without) == ["effective_rank", "alignment", "uniformity", "view_retrieval", "viewed_images"]
+    assert without["viewed_images"] == 20
     one = features[:1]
-    assert list(measured_values(MeasuredImages(one, views=[one, one]))) == ["effective_rank", "alignment"]
+    assert set(without) - set(measured_values(MeasuredImages(one, views=[one, one]))) == {"uniformity", "view_retrieval"}
 
 
 def test_values_of_percentages_are_bounded_by_0_and_100():
