@@ -159,7 +159,8 @@ def pretrain(
     words: Annotated[
         list[str],
         Argument(
-            metavar="IMAGES... [KEY=VALUE...]", help="Folders of images, or one .npz file; then settings to change."
+            metavar="IMAGES... [KEY=VALUE...]",
+            help="Folders of images, or one .npz or .npy file; then settings to change.",
         ),
     ],
     encoder: EncoderFolder = None,
@@ -442,7 +443,7 @@ def _images_of(run: Path) -> str:
 def embed(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder that `fedssl export` has written.")],
     images: Annotated[
-        list[Path], Argument(metavar="IMAGES...", help="Folders of images, nested or flat, or .npz files.")
+        list[Path], Argument(metavar="IMAGES...", help="Folders of images, nested or flat, or .npz or .npy files.")
     ],
     output: Annotated[
         Path,
@@ -453,9 +454,7 @@ def embed(
     ] = False,
     window: Annotated[
         str | None,
-        Option(
-            help="LOW,HIGH, full or per_image: how pixels of more than 8 bits become 8 bits; as in the run by default."
-        ),
+        Option(help="LOW,HIGH, full, per_image or file: how deeper pixels become 8 bits; by default as in the run."),
     ] = None,
     skip_broken: Annotated[
         bool, Option("--skip-broken", help="Leave out files that cannot be read, and name them.")

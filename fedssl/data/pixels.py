@@ -91,9 +91,9 @@ def wholly_outside(images: NDArray[Any], window: Window, axis: int | None) -> ND
 
 
 def parse_window(text: str) -> Window | None:
-    """Read a window as it is written on the command line: `0,4095`, `[0,4095],[0,255]`, `full` or `per_image`."""
+    """Read a window as it is written on the command line: `0,4095`, `[0,4095],[0,255]`, `full`, `file`, ..."""
     try:
-        window: Any = text if text in ("full", "per_image") else json.loads(f"[{text}]")
+        window: Any = text if text in ("full", "per_image", "file") else json.loads(f"[{text}]")
         while isinstance(window, list) and len(window) == 1:
             window = window[0]
         if window == text or isinstance(window, list):
@@ -102,7 +102,7 @@ def parse_window(text: str) -> Window | None:
         pass
     raise UserError(
         f"the window is {text!r}: expected LOW,HIGH with LOW < HIGH, such as 0,4095, or [LOW,HIGH],[LOW,HIGH],... for "
-        "each channel; or full, per_image"
+        "each channel; or full, per_image, file"
     )
 
 

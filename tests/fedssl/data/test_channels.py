@@ -198,7 +198,7 @@ def test_other_refusals(tmp_path):
     tuned = five(tmp_path, random_pixels(30, 8, 8, 5)) | {"evaluation": {"fine_tune": {}}}
     with pytest.raises(UserError, match=r"the images have 5: set evaluation\.fine_tune\.augmentation=none"):
         build_federation(parse_recipe(tiny_values(**AVERAGED, **tuned)))
-    assert parse_window("[0,1],[2,3]") == ((0, 1), (2, 3))
+    assert (parse_window("[0,1],[2,3]"), parse_window("file")) == (((0, 1), (2, 3)), "file")
 
 
 def test_a_run_on_five_channels_from_presets_to_features(tmp_path, finished):
