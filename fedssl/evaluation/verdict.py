@@ -43,14 +43,17 @@ def too_short(recipe: Mapping[str, Any], images: int) -> str | None:
 
 
 def verdict(run: Run) -> list[str]:
-    """Return sentences that say whether a finished run's encoder has learned; empty where nothing was measured.
+    """Return sentences that say whether a finished run's encoder has learned; none if nothing was measured or trained.
 
     The figure is `view_retrieval`: of the images' random views, how many are more like another view of the same image
     than like any other image. The encoder must be ahead of what it was before training and of the raw pixels, by more
     than chance: by two standard errors of a difference of two percentages, and 3.2 points at least.
     """
     after = run.evaluated("view_retrieval", "after")
-    if after is None or not run.finished:
+    objective, schedule = (
+        part.get("name") if isinstance(part := run.recipe.get(key), dict) else None for key in ("objective", "schedule")
+    )
+    if after is None or not run.finished or schedule == "untrained":
         return []
     found = f"{after:.1f} % of random views find their own image"
     named = (("the encoder before training", "view_retrieval"), ("raw pixels", "pixel_view_retrieval"))
@@ -84,7 +87,7 @@ def verdict(run: Run) -> list[str]:
             sentences.append(f"Yet its linear accuracy is {linear:.1f} %, above {both}.")
     ranks = [run.evaluated("effective_rank", when) for when in ("before", "after")]
     if ranks[0] and ranks[1] and ranks[1] < _FEW_DIRECTIONS * ranks[0]:
-        other = "" if run.recipe["objective"]["name"] == "simclr" else "objective simclr, "
+        other = "" if objective == "simclr" else "objective simclr, "
         sentences.append(
             f"Its representations have collapsed: their effective rank fell from {ranks[0]:.1f} to {ranks[1]:.1f}. "
             f"Take {other}a lower training.learning_rate, or larger batches."

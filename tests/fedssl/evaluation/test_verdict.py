@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -80,9 +82,13 @@ def test_a_collapse_is_named(tiny, tmp_path):
     text = measured(tiny, tmp_path / "run", 10.0, 4.0, 20.0, ranks=(159.0, 20.0))
     assert "have collapsed: their effective rank fell from 159.0 to 20.0. Take objective simclr, a lower" in text
     assert "collapsed" not in measured(tiny, tmp_path / "learned", 6.9, 28.6, 8.1, ranks=(86.5, 36.2))
+    recipe = tmp_path / "run" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("objective:", "purpose:"))  # as somebody else's may be
+    assert "Take objective simclr, a lower" in " ".join(verdict(read_run(tmp_path / "run")))
 
 
-def test_a_run_that_is_not_finished_or_not_measured_says_nothing(tiny, tmp_path):
+def test_a_run_that_is_not_finished_not_measured_or_not_trained_says_nothing(tiny, tmp_path):
+    assert measured(functools.partial(tiny, schedule={"name": "untrained"}), tmp_path / "scratch", 10.0, 9.0, 8.0) == ""
     write_run(tmp_path / "run", tiny(), [(0, "global", "view_retrieval", 5.0), (1, "global", "view_retrieval", 6.0)])
     assert verdict(read_run(tmp_path / "run")) == []
     write_run(tmp_path / "other", tiny(), [(number, "global", "knn", 5.0) for number in (0, 2)])
