@@ -397,7 +397,7 @@ def _print_next_of_run(path: Path) -> None:
         print_next("run", "--resume", path, *["evaluation.patience=null"] * recorded.out_of_patience)
         return
     shared = any(who == "global" and is_measure(metric) for _, who, metric in recorded.values)
-    print_next("export", path, "encoder", *([] if shared else ["--client", "0"]))
+    print_next("export", path, "encoder", *([] if shared or len(recorded.class_counts) == 1 else ["--client", "0"]))
 
 
 def export(
