@@ -1,7 +1,5 @@
 """Augmentations make random views of a client's images."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from contextlib import nullcontext
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Two global views of most of an image, and small local views of little of it, as SwAV and DINO have them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 
@@ -39,7 +37,7 @@ class MultiCrop(RandomViews):
     )
 
     @model_validator(mode="after")
-    def _check_local_ranges(self) -> MultiCrop:
+    def _check_local_ranges(self) -> "MultiCrop":
         """Raise a ValueError that names the option which `fedkernels.two_views` does not take."""
         try:
             _ = self.local_options

@@ -1,10 +1,8 @@
 """Crop, flip, colour jitter, grayscale, blur and solarisation, as BYOL and SimCLR have them."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field, model_validator
@@ -32,7 +30,7 @@ class RandomViews(Augmentation):
     The views are those of `fedkernels.two_views`: an image's views depend on the key and on the image's number alone.
     """
 
-    uses_global_generators: ClassVar[bool] = False
+    uses_global_generators = False
 
     crop_scale: tuple[float, float] = Field(
         (0.2, 1.0), description="smallest and largest share of the image's area that a crop has"
@@ -60,7 +58,7 @@ class RandomViews(Augmentation):
     )
 
     @model_validator(mode="after")
-    def _check_ranges(self) -> RandomViews:
+    def _check_ranges(self) -> "RandomViews":
         """Raise a ValueError that names the option which `fedkernels.two_views` does not take."""
         _ = self.view_options
         return self

@@ -1,7 +1,5 @@
 """Mini-batches in a seeded random order, on the network's device, and read ahead of their use."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

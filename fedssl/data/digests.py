@@ -1,7 +1,5 @@
 """Digests of what a run trains and is measured on, by which it knows its data again when it goes on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

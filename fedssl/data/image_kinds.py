@@ -1,7 +1,5 @@
 """What the header of an image file says, whatever its format."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -58,7 +56,7 @@ class ImageKind:
 def kind_of_values(
     size: tuple[int, int],
     channels: int,
-    dtype: np.dtype[Any],
+    dtype: "np.dtype[Any]",
     frames: int = 1,
     bits: int | None = None,
     inverted: bool = False,

@@ -1,7 +1,5 @@
 """Images as one array: read from many files, in memory or in a cache file that is read by row, and chosen by rows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -90,7 +88,7 @@ class StoredImages(_Rows):
     file stays open, so that a run goes on if it is deleted. Reading raises a UserError if the file cannot be read.
     """
 
-    def __init__(self, file: _OpenFile, image_shape: tuple[int, ...], rows: Tensor):
+    def __init__(self, file: "_OpenFile", image_shape: tuple[int, ...], rows: Tensor):
         super().__init__(image_shape, rows)
         self._file = file
 
@@ -101,7 +99,7 @@ class StoredImages(_Rows):
             self._file.read_into(memoryview(image).cast("B"), row * image.size)
         return images if rows.ndim else images[0]
 
-    def of_rows(self, index: Tensor | slice) -> StoredImages:
+    def of_rows(self, index: Tensor | slice) -> "StoredImages":
         """Return the images of some rows, which are not read yet."""
         return StoredImages(self._file, self._image_shape, self._rows[index])
 
@@ -133,7 +131,7 @@ def images_of_rows(images: Images, index: Tensor | slice) -> Images:
     return images.of_rows(index) if isinstance(images, StoredImages) else images[index]
 
 
-def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int) -> StoredImages:
+def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int) -> "StoredImages":
     """Return the `count` images [C, H, W] of a file that holds nothing but their bytes."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,7 +1,5 @@
 """A summary of a data set, from names and headers alone: no image is decoded, and torch is not imported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

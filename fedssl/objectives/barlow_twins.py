@@ -1,7 +1,5 @@
 """Barlow Twins: make the features of two views' projections correlate with themselves and not with each other."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn

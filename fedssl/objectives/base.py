@@ -1,7 +1,5 @@
 """The loss that a client minimises on its own images."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar

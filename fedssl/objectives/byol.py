@@ -1,7 +1,5 @@
 """BYOL: predict the target network's projection of another view."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn

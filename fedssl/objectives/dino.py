@@ -1,7 +1,5 @@
 """DINO: a student predicts a momentum teacher's distribution over prototypes, also from small views of an image."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """Distillation: learn the features of a frozen teacher, from the client's own images."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """FedX's networks and its local contrastive loss; the predictor is for the regularizers that distil."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import Tensor, nn
 

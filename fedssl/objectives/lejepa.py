@@ -1,7 +1,5 @@
 """LeJEPA: equal projections of two views, whose distribution over the batch is an isotropic Gaussian."""
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor, nn

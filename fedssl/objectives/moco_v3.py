@@ -1,7 +1,5 @@
 """MoCo v3: identify the target network's projection of an image's other view among those of the whole batch."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import Tensor, nn
 

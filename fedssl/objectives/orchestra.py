@@ -1,9 +1,5 @@
 """Orchestra: predict the target network's global cluster of an image, and by how many quarter turns it was turned."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -66,7 +62,7 @@ class Orchestra(Objective):
     augmentation (the code solarises some). The code also computes online outputs of view 1 and does not use them.
     """
 
-    needs_aggregator: ClassVar[str | None] = "orchestra_clusters"
+    needs_aggregator = "orchestra_clusters"
 
     clusters: int = Field(128, ge=2, description="number of global clusters")
     memory: int = Field(128, ge=2, description="number of target projections that a client clusters")
@@ -76,7 +72,7 @@ class Orchestra(Objective):
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities to the clusters")
     target_momentum: float = Field(0.996, ge=0, le=1, description="share of the target network kept at each step")
 
-    def recorded(self, shape: tuple[int, ...]) -> Orchestra:
+    def recorded(self, shape: tuple[int, ...]) -> "Orchestra":
         if shape[1] != shape[2]:
             raise UserError(
                 f"orchestra turns images by a quarter, so they must be square, got {shape[1]}x{shape[2]} pixels"

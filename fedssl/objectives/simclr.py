@@ -1,7 +1,5 @@
 """SimCLR: identify an image's other view among all views of the batch."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import Tensor, nn
 

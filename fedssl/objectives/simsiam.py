@@ -1,7 +1,5 @@
 """SimSiam: predict the other view's projection, with a stop-gradient and no target network."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn

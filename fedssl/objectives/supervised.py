@@ -1,9 +1,5 @@
 """Supervised training with labels, the usual task of federated averaging."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,7 +19,7 @@ class Supervised(Objective):
     augments. An augmentation of your own is used as it is. Evaluation logs its accuracy as `classifier`.
     """
 
-    needs_labels: ClassVar[bool] = True
+    needs_labels = True
 
     @property
     def views(self) -> int:

@@ -1,7 +1,5 @@
 """VICReg: equal projections of two views, whose features vary over the batch and do not correlate."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Terms that are added to a client's objective."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar

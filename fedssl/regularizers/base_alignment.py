@@ -1,9 +1,6 @@
 """FedCA's alignment: keep representations near those of a model trained on public data."""
 
-from __future__ import annotations
-
 import copy
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -30,7 +27,7 @@ class BaseAlignment(Regularizer):
     chosen here. Logs `base_distance`, the term without its weight.
     """
 
-    needs_aggregator: ClassVar[str | None] = "base_model"
+    needs_aggregator = "base_model"
 
     weight: float = Field(0.01, ge=0, description="factor of the term")
 

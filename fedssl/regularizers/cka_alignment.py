@@ -1,9 +1,7 @@
 """Hetero-SSFL's proximal term: align the representations of public images by linear CKA."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 from torch import Tensor
@@ -63,8 +61,8 @@ class CKAAlignment(Regularizer):
     docs/methods/hetero_ssfl.md tells what other choices reached.
     """
 
-    needs_public_images: ClassVar[bool] = True
-    needs_aggregator: ClassVar[str | None] = "representation_mean"
+    needs_public_images = True
+    needs_aggregator = "representation_mean"
 
     weight: float = Field(
         0.5, ge=0, description="mu, the factor of the term; the paper has 0.5 for CIFAR and 1 for Tiny-ImageNet"

@@ -1,7 +1,5 @@
 """FedDecorr: keep the dimensions of the representation uncorrelated."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import Tensor
 

@@ -1,9 +1,5 @@
 """FedCA's use of the dictionary: the clients' projections are additional negatives."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -41,9 +37,9 @@ class DictionaryContrast(Regularizer):
     negatives is our reading, as there is no released code. Logs `dictionary_loss`, the term without its weight.
     """
 
-    needs_aggregator: ClassVar[str | None] = "dictionary"
-    needs_head: ClassVar[str | None] = "projector"
-    needs_two_views: ClassVar[bool] = True
+    needs_aggregator = "dictionary"
+    needs_head = "projector"
+    needs_two_views = True
 
     weight: float = Field(1.0, ge=0, description="factor of the term")
     temperature: float | None = Field(

@@ -1,9 +1,7 @@
 """Stay near the received global model, by representations or by weights: the personal models of Per-SSFL and Ditto."""
 
-from __future__ import annotations
-
 import copy
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +31,7 @@ class DistanceToGlobal(Regularizer):
     without the factor weight / 2.
     """
 
-    needs_global_model: ClassVar[bool] = True
+    needs_global_model = True
 
     of: Literal["representations", "weights"] = Field(
         "representations", description="what the distance is measured between: Per-SSFL's or Ditto's"

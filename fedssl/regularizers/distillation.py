@@ -1,7 +1,5 @@
 """Distillation beside another objective: find images as similar as a frozen teacher does."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import Tensor
 

@@ -1,9 +1,5 @@
 """FedX's global distillation: predict the global model's projection of an image and its relations to other images."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -29,9 +25,9 @@ class GlobalDistillation(Regularizer):
     `global_contrastive_loss` and `global_relational_loss`.
     """
 
-    needs_global_model: ClassVar[bool] = True
-    needs_head: ClassVar[str | None] = "predictor"
-    needs_two_views: ClassVar[bool] = True
+    needs_global_model = True
+    needs_head = "predictor"
+    needs_two_views = True
 
     weight: float = Field(1.0, ge=0, description="factor of the two losses")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities")

@@ -1,7 +1,5 @@
 """FedProx's proximal term: stay near the global weights."""
 
-from __future__ import annotations
-
 from pydantic import Field
 from torch import Tensor
 

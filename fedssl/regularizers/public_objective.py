@@ -1,9 +1,5 @@
 """A control: train on the public images too, without any federation."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -23,8 +19,8 @@ class PublicObjective(Regularizer):
     that does. Logs `public_loss`, the term without its weight.
     """
 
-    needs_public_images: ClassVar[bool] = True
-    runs_objective: ClassVar[bool] = True
+    needs_public_images = True
+    runs_objective = True
 
     weight: float = Field(1.0, ge=0, description="factor of the term")
     batch_size: int = Field(100, ge=2, description="public images a step")

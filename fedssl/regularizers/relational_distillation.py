@@ -1,10 +1,7 @@
 """FedX's local relational distillation: both views of an image have the same similarities to other images."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +47,8 @@ class RelationalDistillation(Regularizer):
     without its weight.
     """
 
-    needs_head: ClassVar[str | None] = "projector"
-    needs_two_views: ClassVar[bool] = True
+    needs_head = "projector"
+    needs_two_views = True
 
     weight: float = Field(1.0, ge=0, description="factor of the term")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities")

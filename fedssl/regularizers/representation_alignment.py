@@ -1,9 +1,5 @@
 """MOON's model contrast: nearer to the global model's representation than to the client's previous one."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -38,9 +34,9 @@ class RepresentationAlignment(Regularizer):
     the term without its weight, where the term is not 0.
     """
 
-    needs_global_model: ClassVar[bool] = True
-    needs_previous_model: ClassVar[bool] = True
-    needs_head: ClassVar[str | None] = "projector"
+    needs_global_model = True
+    needs_previous_model = True
+    needs_head = "projector"
 
     weight: float = Field(1.0, ge=0, description="mu, the factor of the term")
     temperature: float = Field(0.5, gt=0, description="tau; divides the cosine similarities")

@@ -1,9 +1,5 @@
 """SIGReg as a term beside any objective: projections are drawn towards an isotropic Gaussian."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -23,7 +19,7 @@ class SIGReg(Regularizer):
     normalised, so their length counts. Logs `sigreg`, the mean over views without the weight.
     """
 
-    needs_head: ClassVar[str | None] = "projector"
+    needs_head = "projector"
 
     weight: float = Field(0.01, ge=0, description="factor of the term")
     directions: int = Field(256, ge=1, description="random directions along which each step compares")

@@ -1,9 +1,5 @@
 """Learn which public images are similar from the mean kernel, by softmaxed cosine similarities."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 from pydantic import Field
 from torch import Tensor
 
@@ -28,8 +24,8 @@ class SimilarityDistillation(Regularizer):
     leaves the running ones alone. Logs `similarity_divergence`, the mean over the round's steps.
     """
 
-    needs_public_images: ClassVar[bool] = True
-    needs_aggregator: ClassVar[str | None] = "representation_mean"
+    needs_public_images = True
+    needs_aggregator = "representation_mean"
 
     weight: float = Field(1.0, ge=0, description="mu, the factor of the term")
     batch_size: int = Field(100, ge=2, description="public images a step")

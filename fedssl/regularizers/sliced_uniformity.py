@@ -1,9 +1,5 @@
 """The regularizer that FedU2's authors released in place of FUR: sliced Wasserstein distance to the uniform sphere."""
 
-from __future__ import annotations
-
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -68,7 +64,7 @@ class SlicedUniformity(Regularizer):
     `sliced_distance`: the sum above, as the mean over the views.
     """
 
-    needs_head: ClassVar[str | None] = "projector"
+    needs_head = "projector"
 
     weight: float = Field(0.01, ge=0, description="factor of the distances")
     directions: int = Field(6, ge=1, description="directions in each tangent space")

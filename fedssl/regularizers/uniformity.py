@@ -1,7 +1,5 @@
 """FedU2's flexible uniform regularizer (FUR): unbalanced optimal transport to random points of the sphere."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch
