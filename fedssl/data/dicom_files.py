@@ -44,7 +44,7 @@ def dicom_pixels(file: Path, window: Window | None) -> NDArray[np.uint8]:
     stored = _read(file)
     kind = _kind(stored)
     pixels, interpretation = _decoded(stored)
-    if not kind.gray:
+    if kind.channels == 3:
         return _colours(stored, pixels, interpretation)
     values = _with_unit(stored, pixels)
     own = _own_view(stored) if window == "file" else None

@@ -4,24 +4,21 @@ Pillow reads all formats but DICOM, that of medical imaging, TIFF, numpy's array
 file's pixels are kept.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 from ..errors import UserError
 from .dicom_files import dicom_kind, dicom_pixels, dicom_values
-from .files import first_line, is_dicom, is_tiff
+from .files import ARRAY_SUFFIX, first_line, is_dicom, is_tiff
 from .image_kinds import BrokenImageError, ImageKind, kind_of_values, require_size
 from .pixels import Window, apply_window, channel_axis, upright, wholly_outside
-from .tiff_files import tiff_kind, tiff_values
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from .tiff_files import read_tiff
 
 # What Pillow may take a file for, whatever its name ends with. Its other formats include some that start programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM")
@@ -35,7 +32,7 @@ def image_kind(file: Path, channels: int | None = None) -> ImageKind:
     `channels` is `data.channels`: the bands or pages of a TIFF are its channels if there are as many.
     """
     with _named_as_broken(file):
-        return dicom_kind(file) if is_dicom(file) else _stored(file, channels).kind
+        return dicom_kind(file) if is_dicom(file) else _read(file, channels, header_only=True)[0]
 
 
 def read_pixels(
@@ -47,25 +44,21 @@ def read_pixels(
     here, says if a window is needed. A file that is no image, is damaged, has another number of channels or, of floats,
     no value in the window raises BrokenImageError.
     """
-    from PIL.Image import Resampling, fromarray
-    from PIL.ImageOps import fit
-
     colours = channels in (1, 3)
     with _named_as_broken(file):
         if is_dicom(file):
             shown = np.atleast_3d(dicom_pixels(file, window))
         else:
-            stored = _stored(file, asked_for if colours else channels)
-            shown = _shown(stored.read(), stored.kind, window)
+            shown = _shown(*_read(file, asked_for if colours else channels), window)
         if colours and shown.shape[2] in (1, 3):
             mode = "L" if channels == 1 else "RGB"
-            parts = [fromarray(shown if shown.shape[2] == 3 else shown[:, :, 0]).convert(mode)]
+            parts = [Image.fromarray(shown if shown.shape[2] == 3 else shown[:, :, 0]).convert(mode)]
         elif shown.shape[2] == channels:
-            parts = [fromarray(shown[:, :, channel]) for channel in range(channels)]
+            parts = [Image.fromarray(shown[:, :, channel]) for channel in range(channels)]
         else:
             raise BrokenImageError(f"{shown.shape[2]} channels, expected {channels}")
-        fitted = [np.atleast_3d(np.asarray(fit(part, (width, height), Resampling.BILINEAR))) for part in parts]
-    return np.concatenate(fitted, 2).transpose(2, 0, 1)
+        fitted = [ImageOps.fit(part, (width, height), Image.Resampling.BILINEAR) for part in parts]
+    return np.concatenate([np.atleast_3d(np.asarray(part)) for part in fitted], 2).transpose(2, 0, 1)
 
 
 def stored_values(file: Path, channels: int | None = None) -> NDArray[Any]:
@@ -73,28 +66,25 @@ def stored_values(file: Path, channels: int | None = None) -> NDArray[Any]:
     with _named_as_broken(file):
         if is_dicom(file):
             return dicom_values(file)[:, None]
-        stored = _stored(file, channels)
-        return _finite(stored.read()).reshape(-1, stored.kind.channels)
+        kind, values = _read(file, channels)
+        return _finite(values).reshape(-1, kind.channels)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """The header of a file, and what reads its values [H, W, C]."""
-
-    kind: ImageKind
-    read: Callable[[], NDArray[Any]]
-
-
-def _stored(file: Path, channels: int | None) -> _Stored:
-    if file.suffix.lower() == ".npy":
-        return _array(file, channels)
+def _read(file: Path, channels: int | None, header_only: bool = False) -> tuple[ImageKind, NDArray[Any]]:
+    """Return what the header of a file says, and its values [H, W, C], which `header_only` leaves out."""
+    if file.suffix.lower() == ARRAY_SUFFIX:
+        kind, values = _array(file, channels)
+        return kind, values if header_only else np.array(values)
     if is_tiff(file):
-        return _Stored(tiff_kind(file, channels), lambda: tiff_values(file, channels))
-    with _opened(file) as image:
-        return _Stored(_kind(image), lambda: _values(file))
+        return read_tiff(file, channels, header_only)
+    with Image.open(file, formats=_FORMATS) as image:
+        require_size(*image.size)
+        kind = _kind(image)
+        return kind, np.empty(0) if header_only else _values(file, image, kind)
 
 
-def _array(file: Path, channels: int | None) -> _Stored:
+def _array(file: Path, channels: int | None) -> tuple[ImageKind, NDArray[Any]]:
+    """Return the kind of an .npy file, and its values [H, W, C], which are still in the file."""
     try:
         array = np.lib.format.open_memmap(file, mode="r")
     except ValueError as error:
@@ -111,10 +101,10 @@ def _array(file: Path, channels: int | None) -> _Stored:
         ) from error
     values = array if array.ndim == 3 else array[:, :, None]
     height, width, count = values.shape
-    return _Stored(kind_of_values((width, height), count, values.dtype), lambda: np.array(values))
+    return kind_of_values((width, height), count, values.dtype), values
 
 
-def _shown(values: NDArray[Any], kind: ImageKind, window: Window | None) -> NDArray[np.uint8]:
+def _shown(kind: ImageKind, values: NDArray[Any], window: Window | None) -> NDArray[np.uint8]:
     """Return values [H, W, C] as 0..255."""
     if not kind.deep:
         return values.astype(np.uint8) * np.uint8(255 if values.dtype.kind == "b" else 1)
@@ -134,8 +124,6 @@ def _finite(values: NDArray[Any]) -> NDArray[Any]:
 @contextmanager
 def _named_as_broken(file: Path) -> Iterator[None]:
     """Raise whatever fails in this context as BrokenImageError: Pillow and pydicom raise errors of any type."""
-    from PIL import Image
-
     try:
         if file.stat().st_size == 0:
             raise BrokenImageError("the file is empty")
@@ -148,59 +136,40 @@ def _named_as_broken(file: Path) -> Iterator[None]:
         raise BrokenImageError(first_line(error)) from error
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator["Image"]:
-    from PIL import Image
-
-    with Image.open(file, formats=_FORMATS) as image:
-        require_size(*image.size)
-        yield image
-
-
-def _kind(image: "Image") -> ImageKind:
+def _kind(image: Image.Image) -> ImageKind:
     # Phones store a second picture for screens of high contrast in what is then a JPEG of two frames, an MPO.
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if _is_deep_gray(image):
         return ImageKind(image.size, 1, True, None if image.mode == "F" else _16_BITS, frames)
-    gray = image.mode in ("1", "L", "LA") or "LA;16B" in _stored_as(image)  # which Pillow gives as RGBA
-    channels, deep = 1 if gray else 3, _has_deep_colours(image)
+    # what Pillow's decoders are told of the values in the file
+    told = [tile.args for tile in getattr(image, "tile", [])]
+    told = [one for arguments in told for one in (arguments if isinstance(arguments, tuple) else (arguments,))]
+    gray = image.mode in ("1", "L", "LA") or "LA;16B" in told  # which Pillow gives as RGBA
+    # colours that are stored with more than the 8 bits a channel that Pillow gives; BGR;16 is 16 bits a pixel
+    deep = any(isinstance(one, str) and ";16" in one and one != "BGR;16" for one in told)
+    deep |= image.format == "PPM" and any(isinstance(one, int) and one > 255 for one in told)
+    channels = 1 if gray else 3
     if deep and image.format != "PNG":
         raise BrokenImageError(f"colours of 16 bits in a {image.format}, which are not read; store them as PNG or TIFF")
     return ImageKind(image.size, channels, deep, _16_BITS if deep else None, frames, alpha=image.has_transparency_data)
 
 
-def _is_deep_gray(image: "Image") -> bool:
+def _is_deep_gray(image: Image.Image) -> bool:
     return image.mode in ("F", "I") or image.mode.startswith("I;16")
 
 
-def _has_deep_colours(image: "Image") -> bool:
-    """Return True if an image that Pillow gives 8 bits a channel is stored with more."""
-    told = _stored_as(image)
-    if image.format == "PPM" and any(isinstance(one, int) and one > 255 for one in told):
-        return True
-    return any(isinstance(one, str) and ";16" in one and one != "BGR;16" for one in told)  # that is 16 bits a pixel
-
-
-def _stored_as(image: "Image") -> list[Any]:
-    """Return what Pillow's decoders are told of the values in the file."""
-    told = [tile.args for tile in getattr(image, "tile", [])]
-    return [one for arguments in told for one in (arguments if isinstance(arguments, tuple) else (arguments,))]
-
-
-def _values(file: Path) -> NDArray[Any]:
+def _values(file: Path, image: Image.Image, kind: ImageKind) -> NDArray[Any]:
     """Return the values [H, W, 1 or 3] of a file that Pillow opens, upright and without alpha."""
     from imagecodecs import png_decode
 
-    with _opened(file) as image:
-        kind = _kind(image)
-        if kind.deep and not _is_deep_gray(image):
-            values = png_decode(file.read_bytes())[:, :, : kind.channels]
-        else:
-            values = np.asarray(image if kind.deep else image.convert("L" if kind.gray else "RGB"))
-        return upright(np.atleast_3d(values), _orientation(image))
+    if kind.deep and not _is_deep_gray(image):
+        values = png_decode(file.read_bytes())[:, :, : kind.channels]
+    else:
+        values = np.asarray(image if kind.deep else image.convert("L" if kind.channels == 1 else "RGB"))
+    return upright(np.atleast_3d(values), _orientation(image))
 
 
-def _orientation(image: "Image") -> int:
+def _orientation(image: Image.Image) -> int:
     """Return the one entry of an image's EXIF that is used; 1, which is upright, where EXIF cannot be parsed."""
     try:
         return image.getexif().get(_ORIENTATION, 1)

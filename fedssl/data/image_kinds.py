@@ -47,11 +47,6 @@ class ImageKind:
     inverted: bool = False
     alpha: bool = False
 
-    @property
-    def gray(self) -> bool:
-        """Return whether the image has one channel."""
-        return self.channels == 1
-
 
 def kind_of_values(
     size: tuple[int, int],

@@ -7,14 +7,13 @@ level that is not too large is read.
 import logging
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from .codestreams import read_codestream
 from .files import first_line
@@ -44,30 +43,40 @@ class _Layout:
     kind: ImageKind
 
 
-def tiff_kind(file: Path, channels: int | None) -> ImageKind:
-    """Read a file's directories alone; its bands or planes are its channels if there are as many as `channels`."""
-    with _layout(file, channels) as layout:
-        return layout.kind
+def read_tiff(file: Path, channels: int | None, header_only: bool) -> tuple[ImageKind, NDArray[Any]]:
+    """Return what a file's directories say, and the values [H, W, C] of its first image; none with `header_only`.
 
-
-def tiff_values(file: Path, channels: int | None) -> NDArray[Any]:
-    """Return the values [H, W, C] of the first image, upright and without alpha; colours are red, green and blue.
-
-    What is not deep is 0 to 255, or of type bool. Deep gray whose zero is white stays as it is stored.
+    Its bands or planes are its channels if there are as many as `channels`. Values are upright and without alpha,
+    colours are red, green and blue. What is not deep is 0 to 255, or of type bool. Deep gray whose zero is white stays
+    as it is stored.
     """
-    with _layout(file, channels) as layout:
-        page = layout.page
-        _require_bounded(page, file)
-        if layout.stacked:
-            stack = layout.planes.asarray(maxworkers=1)
-            values = np.moveaxis(stack.reshape(-1, *stack.shape[-2:]), 0, 2)
-        else:
-            values = page.asarray(maxworkers=1)  # the images are read in threads already
-            values = np.moveaxis(values, page.axes.index("S"), -1) if "S" in page.axes else values[..., None]
-            values = values.reshape(-1, *values.shape[-3:])[0]
-        if not layout.bands:
-            values = _picture(values, page)
-        return upright(values, page.tags.valueof(_ORIENTATION, 1))
+    from tifffile import TiffFile
+
+    try:
+        _require_end(file)
+        # Not with what lies in files beside it: whoever made the file may name any.
+        with TiffFile(file, _multifile=False, is_mmstack=False, is_ndtiff=False) as tiff:
+            layout = _layout_of(tiff.series, channels)
+            return layout.kind, np.empty(0) if header_only else _values(layout, file)
+    except (BrokenImageError, MemoryError):
+        raise
+    except Exception as error:  # damaged directories and data make tifffile and its decoders raise errors of any type
+        raise BrokenImageError(f"a damaged TIFF, or one of a kind that is not read ({first_line(error)})") from error
+
+
+def _values(layout: _Layout, file: Path) -> NDArray[Any]:
+    page = layout.page
+    _require_bounded(page, file)
+    if layout.stacked:
+        stack = layout.planes.asarray(maxworkers=1)
+        values = np.moveaxis(stack.reshape(-1, *stack.shape[-2:]), 0, 2)
+    else:
+        values = page.asarray(maxworkers=1)  # the images are read in threads already
+        values = np.moveaxis(values, page.axes.index("S"), -1) if "S" in page.axes else values[..., None]
+        values = values.reshape(-1, *values.shape[-3:])[0]
+    if not layout.bands:
+        values = _picture(values, page)
+    return upright(values, page.tags.valueof(_ORIENTATION, 1))
 
 
 def _require_bounded(page: Any, file: Path) -> None:
@@ -84,21 +93,6 @@ def _require_bounded(page: Any, file: Path) -> None:
                     raise BrokenImageError("a part whose size its compressed data does not say")
                 if found is not None:
                     require_size(found.width * max(1, found.samples // 4), found.height)
-
-
-@contextmanager
-def _layout(file: Path, channels: int | None) -> Iterator[_Layout]:
-    from tifffile import TiffFile
-
-    try:
-        _require_end(file)
-        # Not with what lies in files beside it: whoever made the file may name any.
-        with TiffFile(file, _multifile=False, is_mmstack=False, is_ndtiff=False) as tiff:
-            yield _layout_of(tiff.series, channels)
-    except (BrokenImageError, MemoryError):
-        raise
-    except Exception as error:  # damaged directories and data make tifffile and its decoders raise errors of any type
-        raise BrokenImageError(f"a damaged TIFF, or one of a kind that is not read ({first_line(error)})") from error
 
 
 def _require_end(file: Path) -> None:
@@ -194,6 +188,4 @@ def _picture(values: NDArray[Any], page: Any) -> NDArray[Any]:
 
 def _converted(values: NDArray[np.uint8], mode: str) -> NDArray[np.uint8]:
     """Return the red, green and blue of colours that Pillow knows by a mode."""
-    from PIL import Image
-
     return np.asarray(Image.frombytes(mode, values.shape[1::-1], values.tobytes(), "raw").convert("RGB"))

@@ -205,8 +205,8 @@ CASES: dict[str, tuple[np.ndarray, dict[str, Any], Any, np.ndarray]] = {
 def read(file: Path, window: Any) -> np.ndarray:
     kind = image_kind(file)
     width, height = kind.size
-    pixels = read_pixels(file, height, width, 1 if kind.gray else 3, window)
-    return pixels[0] if kind.gray else pixels.transpose(1, 2, 0)
+    pixels = read_pixels(file, height, width, kind.channels, window)
+    return pixels[0] if kind.channels == 1 else pixels.transpose(1, 2, 0)
 
 
 def test_the_table_has_these_rows():
