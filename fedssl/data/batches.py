@@ -25,9 +25,8 @@ def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> 
 
     The rest of the order is left out: a smaller batch would give BatchNorm and contrastive losses other statistics.
     """
-    order = torch.randperm(samples, generator=generator)
     batches = samples // batch_size
-    return list(order[: batches * batch_size].split(batch_size)) if batches else []
+    return list(torch.randperm(samples, generator=generator)[: batches * batch_size].view(batches, batch_size))
 
 
 def round_batches(
@@ -83,20 +82,16 @@ def read_ahead(
 
     An error of `read` is raised in place of its batch. The thread has ended when the iterator is closed.
     """
-    with ThreadPoolExecutor(1, "read-ahead") as thread:
-        pending: deque[tuple[Tensor, Future[Tensor]]] = deque()
-        try:
-            for rows in batches:
-                pending.append((rows, thread.submit(read, rows)))
-                if len(pending) > ahead:
-                    first, result = pending.popleft()
-                    yield first, result.result()
-            while pending:
-                first, result = pending.popleft()
-                yield first, result.result()
-        finally:
-            for _, result in pending:
-                result.cancel()
+    thread = ThreadPoolExecutor(1, "read-ahead")
+    submitted = ((rows, thread.submit(read, rows)) for rows in batches)
+    try:
+        pending = deque(itertools.islice(submitted, ahead + 1))
+        while pending:
+            rows, images = pending.popleft()
+            yield rows, images.result()
+            pending.extend(itertools.islice(submitted, 1))
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 class Prefetch(Iterator[Item], Generic[Item]):

@@ -98,20 +98,24 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
     _require_usable_shapes(train, test=test, validation=validation)
 
     if options.validation_fraction > 0:
-        order = torch.from_numpy(np.random.default_rng([0, _VALIDATION_STREAM]).permutation(len(train.labels)))
-        held, kept = order.tensor_split([math.ceil(options.validation_fraction * len(order))])
-        train, test = train.rows(kept.sort().values), train.rows(held.sort().values)
+        test, train = _draw(train, math.ceil(options.validation_fraction * len(train.labels)), 0, _VALIDATION_STREAM)
 
     public_images = None
     if options.public_path is not None:
         public_images = _load_public_images(options, train.images.shape[1:])
     elif options.public_holdout > 0:
-        public_images, train = _hold_out(train, options.public_holdout, seed)
+        count, total = options.public_holdout, len(train.labels)
+        if count >= total:
+            raise UserError(
+                f"data.public_holdout={count} leaves no training image of {total}; lower it to at most {total - 1}"
+            )
+        held_out, train = _draw(train, count, seed, _HOLDOUT_STREAM)
+        public_images = held_out.images[:]
 
     if options.train_limit is not None:
-        train = _balanced_subset(train, options.train_limit, np.random.default_rng([seed, _TRAIN_STREAM]))
+        train = _balanced_subset(train, options.train_limit, seed, _TRAIN_STREAM)
     if options.test_limit is not None:
-        test = _balanced_subset(test, options.test_limit, np.random.default_rng([0, _TEST_STREAM]))
+        test = _balanced_subset(test, options.test_limit, 0, _TEST_STREAM)
     if options.public_limit is not None and public_images is not None:
         order = torch.from_numpy(np.random.default_rng([seed, _PUBLIC_STREAM]).permutation(len(public_images)))
         public_images = public_images[order[: options.public_limit].sort().values]
@@ -245,8 +249,8 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
             raise UserError(
                 f"{printable(path)} holds no image; data.public_path must name a folder with images or an .npz file"
             )
-        asked_for = options.model_copy(update={"channels": channels})
-        images = decode_images(sorted(files), asked_for, height, width, in_memory=True)[0][:]
+        in_memory = options.model_copy(update={"channels": channels, "memory_limit": math.inf})
+        images = decode_images(sorted(files), in_memory, height, width)[0][:]
     else:
         (images,) = images_in(path, _PUBLIC_KEYS, options.window, channels, most=1).values()
     if images.shape[2:] != (height, width):
@@ -254,21 +258,15 @@ def _load_public_images(options: DataOptions, shape: torch.Size) -> Tensor:
     return images
 
 
-def _hold_out(train: LabelledImages, count: int, seed: int) -> tuple[Tensor, LabelledImages]:
-    """Return public images, drawn from the training images without their labels, and the training images left."""
-    total = len(train.labels)
-    if count >= total:
-        raise UserError(
-            f"data.public_holdout={count} leaves no training image of {total}; lower it to at most {total - 1}"
-        )
-    order = torch.from_numpy(np.random.default_rng([seed, _HOLDOUT_STREAM]).permutation(total))
-    held_out, kept = order[:count].sort().values, order[count:].sort().values
-    return train.images[held_out], train.rows(kept)
+def _draw(split: LabelledImages, count: int, seed: int, stream: int) -> tuple[LabelledImages, LabelledImages]:
+    """Return `count` random samples and the others, each in their order."""
+    order = torch.from_numpy(np.random.default_rng([seed, stream]).permutation(len(split.labels)))
+    return split.rows(order[:count].sort().values), split.rows(order[count:].sort().values)
 
 
-def _balanced_subset(split: LabelledImages, limit: int, generator: np.random.Generator) -> LabelledImages:
+def _balanced_subset(split: LabelledImages, limit: int, seed: int, stream: int) -> LabelledImages:
     """Return at most `limit` samples in their order, with classes as equal in size as the data allow (within one)."""
-    order = generator.permutation(len(split.labels))
+    order = np.random.default_rng([seed, stream]).permutation(len(split.labels))
     shuffled = split.labels.numpy()[order]
     rank_in_class = np.empty(len(order), np.int64)
     for label in np.unique(shuffled):

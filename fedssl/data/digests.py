@@ -1,6 +1,7 @@
 """Digests of what a run trains and is measured on, by which it knows its data again when it goes on."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,33 +32,30 @@ def data_digests(
     `client_rows` and `downstream` are those of a `Federation`; `clients` are those whose training images are digested,
     all by default.
     """
-    parts: dict[str, tuple[Images | None, tuple[Tensor | None, ...], Dataset]] = {}
-    images, labels, targets = dataset.train_images, dataset.train_labels, dataset.train_targets
+    digests: Digests = {}
+
+    def add(name: str, data: Dataset, images: Images | None, *values: Tensor | None) -> None:
+        if images is None:
+            return
+        digest = hashlib.sha256(json.dumps([list(images.shape), *data.class_names]).encode())
+        blocks = images.split(max(1, _BYTES_AT_A_TIME // max(1, images.shape[1:].numel())))
+        for numbers in itertools.chain(blocks, values):
+            if numbers is not None:
+                digest.update(numbers.contiguous().numpy().data)
+        digests[name] = len(images), digest.hexdigest()
+
     for k in range(len(client_rows)) if clients is None else clients:
-        values = [None if one is None else one[client_rows[k]] for one in (labels, targets)]
-        parts[f"client {k}"] = rows_in_place(images, client_rows[k]), (*values,), dataset
-    parts["the set of public images"] = dataset.public_images, (), dataset
+        rows, targets = client_rows[k], dataset.train_targets
+        values = dataset.train_labels[rows], None if targets is None else targets[rows]
+        add(f"client {k}", dataset, rows_in_place(dataset.train_images, rows), *values)
+    add("the set of public images", dataset, dataset.public_images)
     for label, data in {"": dataset, **(downstream or {})}.items():
         of = f" of evaluation.downstream.{label}" if label else ""
         if label:
-            parts[f"the training set{of}"] = data.train_images, (data.train_labels, data.train_targets), data
-        parts[f"the test set{of}"] = data.test_images, (data.test_labels, data.test_targets), data
-        parts[f"the validation set{of}"] = data.validation_images, (data.validation_labels,), data
-    return {
-        name: (len(images), _digest(images, values, data.class_names))
-        for name, (images, values, data) in parts.items()
-        if images is not None
-    }
-
-
-def _digest(images: Images, values: Iterable[Tensor | None], classes: Sequence[str]) -> str:
-    digest = hashlib.sha256(json.dumps([list(images.shape), *classes]).encode())
-    for block in images.split(max(1, _BYTES_AT_A_TIME // max(1, images.shape[1:].numel()))):
-        digest.update(block.contiguous().numpy().data)
-    for numbers in values:
-        if numbers is not None:
-            digest.update(numbers.contiguous().numpy().data)
-    return digest.hexdigest()
+            add(f"the training set{of}", data, data.train_images, data.train_labels, data.train_targets)
+        add(f"the test set{of}", data, data.test_images, data.test_labels, data.test_targets)
+        add(f"the validation set{of}", data, data.validation_images, data.validation_labels)
+    return digests
 
 
 def digests_text(digests: Digests) -> str:

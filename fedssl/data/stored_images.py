@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain, islice
+from itertools import chain
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias
 
 import numpy as np
+import PIL
 import torch
 from numpy.typing import NDArray
 from rich.filesize import decimal as readable_bytes
@@ -52,16 +53,19 @@ _SECONDS_BETWEEN_LINES = 10.0  # of progress, on stderr
 _Store = Callable[[NDArray[np.uint8]], Any]
 
 
-class _Rows:
-    """Some rows of uint8 images [n, C, H, W], used as a tensor of them: `images[rows]`, `len`, `split`, `shape`."""
+class ChosenImages:
+    """Some rows of uint8 images [m, C, H, W], used as a tensor of them: `images[rows]`, `len`, `split`, `shape`.
 
-    def __init__(self, image_shape: tuple[int, ...], rows: Tensor):
-        self._image_shape, self._rows = image_shape, rows
+    They are copied, or read, when they are asked for: a client of one step need not copy all.
+    """
+
+    def __init__(self, images: "Tensor | _ImageFile", rows: Tensor):
+        self._images, self._rows = images, rows
 
     @property
     def shape(self) -> torch.Size:
         """Return [n, C, H, W]."""
-        return torch.Size((len(self._rows), *self._image_shape))
+        return torch.Size((len(self._rows), *self._images.shape[1:]))
 
     @property
     def nbytes(self) -> int:
@@ -72,49 +76,27 @@ class _Rows:
         return len(self._rows)
 
     def __getitem__(self, index: Tensor | slice | int) -> Tensor:
-        """Read images: uint8 [m, C, H, W] by row numbers or a slice, [C, H, W] by one row number."""
-        raise NotImplementedError
+        """Return images: uint8 [m, C, H, W] by row numbers or a slice, [C, H, W] by one row number."""
+        rows = self._rows[index]
+        # of a batch of 50 small images, index_select takes a tenth of the time of indexing
+        images = self._images.index_select(0, rows.reshape(-1))
+        return images if rows.ndim else images[0]
 
     def split(self, count: int) -> Iterator[Tensor]:
-        """Read all images, `count` at a time."""
-        for start in range(0, len(self), count):
-            yield self[start : start + count]
+        """Return all images, `count` at a time."""
+        return (self[start : start + count] for start in range(0, len(self), count))
 
 
-class StoredImages(_Rows):
+class StoredImages(ChosenImages):
     """Images of a file, see `open_stored_images`.
 
     Rows are read, not mapped: a limit on the address space holds, and a batch takes no more memory than itself. The
     file stays open, so that a run goes on if it is deleted. Reading raises a UserError if the file cannot be read.
     """
 
-    def __init__(self, file: "_OpenFile", image_shape: tuple[int, ...], rows: Tensor):
-        super().__init__(image_shape, rows)
-        self._file = file
-
-    def __getitem__(self, index: Tensor | slice | int) -> Tensor:
-        rows = self._rows[index]
-        images = torch.empty((rows.numel(), *self._image_shape), dtype=torch.uint8)
-        for image, row in zip(images.numpy(), rows.reshape(-1).tolist(), strict=True):
-            self._file.read_into(memoryview(image).cast("B"), row * image.size)
-        return images if rows.ndim else images[0]
-
     def of_rows(self, index: Tensor | slice) -> "StoredImages":
         """Return the images of some rows, which are not read yet."""
-        return StoredImages(self._file, self._image_shape, self._rows[index])
-
-
-class ChosenImages(_Rows):
-    """Some rows of images in memory [m, C, H, W], copied when asked for: a client of one step need not copy all."""
-
-    def __init__(self, images: Tensor, rows: Tensor):
-        super().__init__(images.shape[1:], rows)
-        self._images = images
-
-    def __getitem__(self, index: Tensor | slice | int) -> Tensor:
-        rows = self._rows[index]
-        # of a batch of 50 small images, index_select takes a tenth of the time of indexing
-        return self._images.index_select(0, rows) if rows.ndim else self._images[rows]
+        return StoredImages(self._images, self._rows[index])
 
 
 #: images [n, C, H, W] in memory or in a file
@@ -131,42 +113,46 @@ def images_of_rows(images: Images, index: Tensor | slice) -> Images:
     return images.of_rows(index) if isinstance(images, StoredImages) else images[index]
 
 
-def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int) -> "StoredImages":
+def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int) -> StoredImages:
     """Return the `count` images [C, H, W] of a file that holds nothing but their bytes."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise UserError(f"{printable(path)} cannot be opened: {error.strerror or error}") from error
-    return StoredImages(_OpenFile(path, handle), image_shape, torch.arange(count))
+    return StoredImages(_ImageFile(path, handle, (count, *image_shape)), torch.arange(count))
 
 
-class _OpenFile:
-    """A file that stays open as long as anybody reads it, also processes that are forked or get it when they start."""
+class _ImageFile:
+    """A file of images [n, C, H, W] that stays open as long as anybody reads it, also another process that gets it."""
 
-    def __init__(self, path: Path, handle: int):
-        self._path, self._handle = path, handle
+    def __init__(self, path: Path, handle: int, shape: tuple[int, ...]):
+        self._path, self._handle, self.shape = path, handle, shape
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _file_of_handle, (self._path, DupFd(self._handle))
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_handle": DupFd(self._handle)}
 
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with the bytes from `offset` on."""
-        done = 0
-        while done < len(target):
-            try:
-                count = os.preadv(self._handle, [target[done:]], offset + done)
-            except OSError as error:
-                raise UserError(f"{printable(self._path)} cannot be read: {error.strerror or error}") from error
-            if count == 0:
-                raise UserError(f"{printable(self._path)} has become shorter; delete it, so that it is written again")
-            done += count
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _handle=state["_handle"].detach())
 
     def __del__(self) -> None:
         os.close(self._handle)
 
-
-def _file_of_handle(path: Path, handle: Any) -> _OpenFile:
-    return _OpenFile(path, handle.detach())
+    def index_select(self, dim: Literal[0], rows: Tensor) -> Tensor:
+        """Read the images of some rows [m], as a tensor's method of this name copies them."""
+        images = torch.empty((len(rows), *self.shape[1:]), dtype=torch.uint8)
+        for image, row in zip(images.numpy(), rows.tolist(), strict=True):
+            target, done = memoryview(image).cast("B"), 0
+            while done < len(target):
+                try:
+                    count = os.preadv(self._handle, [target[done:]], row * len(target) + done)
+                except OSError as error:
+                    raise UserError(f"{printable(self._path)} cannot be read: {error.strerror or error}") from error
+                if count == 0:
+                    raise UserError(
+                        f"{printable(self._path)} has become shorter; delete it, so that it is written again"
+                    )
+                done += count
+        return images
 
 
 def available_memory() -> int:
@@ -193,12 +179,10 @@ def _text(path: str) -> str:
     return Path(path).read_text(encoding="ascii")
 
 
-def decode_images(
-    files: Sequence[Path], options: DataOptions, height: int, width: int, in_memory: bool = False
-) -> tuple[Images, list[int]]:
+def decode_images(files: Sequence[Path], options: DataOptions, height: int, width: int) -> tuple[Images, list[int]]:
     """Read image files, at least one, at one size in pixels, see `read_pixels`.
 
-    What takes more than `options.memory_limit` is decoded into a file, once, unless `in_memory` is True.
+    What takes more than `options.memory_limit` is decoded into a file, once.
 
     Returns:
         uint8 [n, C, H, W], where C is `options.channels`, or else the number that most files have; and which of the
@@ -212,11 +196,10 @@ def decode_images(
         warnings.simplefilter("ignore")  # Pillow's, of files that are read all the same or named as broken
         limit = _SHARE_OF_MEMORY * available_memory() if options.memory_limit is None else options.memory_limit * 1e9
         cache = None
-        if not in_memory and len(files) * max(3, options.channels or 3) * height * width > limit:
+        if len(files) * max(3, options.channels or 3) * height * width > limit:
             asked_for = "" if options.channels is None else f" {options.channels}"
             cache = _cache_path(files, f"{height} {width} {options.window}{asked_for}")
-            cached = _read_cache(cache)
-            if cached is not None:
+            if (cached := _read_cache(cache)) is not None:
                 stored, kept, faults = cached
                 report_broken(files, faults, options.broken)
                 return stored, kept
@@ -262,9 +245,7 @@ def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
 
     Its name is a digest of what decides the pixels: the files' names, sizes and times of change, and the decoding.
     """
-    from PIL import __version__ as pillow_version
-
-    digest = hashlib.sha256(f"{_CACHE_VERSION} {pillow_version} {decoded_as}".encode())
+    digest = hashlib.sha256(f"{_CACHE_VERSION} {PIL.__version__} {decoded_as}".encode())
     for file in files:
         try:
             status = os.stat(file)
@@ -452,10 +433,11 @@ def _decode(
     hashes: list[int] = []
     contrasts: list[int] = []
     last_line = time.monotonic()
+    indices = list(readable)
     with ThreadPoolExecutor(workers) as pool:
-        remaining, done = iter(readable), 0
         # a part for each thread at a time, which bounds what waits for its turn
-        for chunk in iter(lambda: list(islice(remaining, _FILES_AT_A_TIME * workers)), []):
+        for first in range(0, len(indices), _FILES_AT_A_TIME * workers):
+            chunk = indices[first : first + _FILES_AT_A_TIME * workers]
             parts = [chunk[start : start + _FILES_AT_A_TIME] for start in range(0, len(chunk), _FILES_AT_A_TIME)]
             for index, pixels in zip(chunk, chain.from_iterable(pool.map(read_all, parts)), strict=True):
                 if isinstance(pixels, str):
@@ -465,10 +447,9 @@ def _decode(
                     kept.append(index)
                     hashes.append(hash(pixels.tobytes()))
                     contrasts.append(int(np.ptp(pixels)))
-            done += len(chunk)
             if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
-                last_line = time.monotonic()
-                print(f"fedssl: decoding images: {done:,} of {len(readable):,}", file=sys.stderr, flush=True)
+                last_line, done = time.monotonic(), first + len(chunk)
+                print(f"fedssl: decoding images: {done:,} of {len(indices):,}", file=sys.stderr, flush=True)
     if kept:
         mixed = len({file.is_absolute() for file in readable.values()}) > 1  # as data.path and data.more_paths may be
         folder = os.path.commonpath([file.absolute() if mixed else file for file in readable.values()])
