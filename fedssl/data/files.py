@@ -142,7 +142,7 @@ def list_files(folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]
         raise UserError(f"{printable(error.filename)} cannot be read: {error.strerror or error}") from error
 
     files: list[tuple[str, str]] = []
-    results: list[Path] = []
+    others: list[Path] = []
     visited: set[str] = set()
     for inner, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         real = os.path.realpath(inner)
@@ -152,12 +152,11 @@ def list_files(folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]
         visited.add(real)
         found = sorted(name for name in folders if not _is_ignored(name))
         folders[:] = [name for name in found if not _holds_results(Path(inner, name))]
-        results += [Path(inner, name) for name in found if name not in folders]
+        others += [Path(inner, name) for name in found if name not in folders]
         if not (follow_links or Path(real).is_relative_to(root)):
             raise _leads_out(inner, real, folder)
         files += [(inner, name) for name in names if not _is_ignored(name)]
     images: list[Path] = []
-    others = results
     for inner, name in sorted(files):
         file = Path(inner, name)
         is_image = file.is_file() and (name.lower().endswith(IMAGE_SUFFIXES) or is_dicom(file))

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +51,7 @@ def load_images(options: DataOptions) -> Splits:
     """
     assert options.path is not None
     root = expand_home(options.path)
-    train, test = _listed_splits(_folder(root, "data.path"), options)
-    if options.more_paths:
-        train = _of_several_folders(train, test, options)
+    train, test = _of_several_folders(options) if options.more_paths else _listed_splits(root, "data.path", options)
     class_names = _class_names(train, test, by_number=isinstance(options.labels, Path))
     if options.name == "images" and class_names and not test:
         train, test = _split_off_test(train, options.test_fraction)
@@ -81,23 +80,13 @@ def load_images(options: DataOptions) -> Splits:
     return Splits(train_split, test_split, tuple(map(printable, class_names)), window=window)
 
 
-def _folder(path: Path, option: str) -> Path:
-    kind = kind_of(path)
-    if kind != "folder":
-        what = f"{printable(path)} is no folder" if kind == "file" else f"there is no folder {printable(path)}"
-        raise UserError(f"{what}; set {option} to a folder of images{remedy([path])}")
-    return path
-
-
-def _of_several_folders(first: list[_ImageFile], test: list[_ImageFile], options: DataOptions) -> list[_ImageFile]:
-    """Return the files of all folders; each has its folder, as it was given, in the column `folder`."""
+def _of_several_folders(options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:
+    """Return the training files of all folders, each with its folder, as it was given, in the column `folder`."""
+    assert options.path is not None
     files: list[_ImageFile] = []
     for path in (options.path, *options.more_paths):
-        assert path is not None
         folder = expand_home(path)
-        train = first
-        if path is not options.path:
-            train, test = _listed_splits(_folder(folder, "data.more_paths"), options)
+        train, test = _listed_splits(folder, "data.more_paths" if files else "data.path", options)
         if test:
             raise UserError(
                 f"{printable(folder)} holds train/ and test/, which data.more_paths cannot join: name folders in them"
@@ -108,15 +97,17 @@ def _of_several_folders(first: list[_ImageFile], test: list[_ImageFile], options
         raise UserError(
             f"two of data.path and data.more_paths hold the same files: {listed(repeated, 3)}; name each once"
         )
-    return files
+    return files, []
 
 
-def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:
-    """List the training and test files; what is left out is named to the user."""
-    table, table_path = None, None
-    if isinstance(options.labels, Path):
-        table_path = expand_home(options.labels)
-        table = _read_table(table_path, root, options.file_column, options.label_column)
+def _listed_splits(root: Path, option: str, options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:
+    """List the training and test files below `root`, the value of `option`; what is left out is named to the user."""
+    kind = kind_of(root)
+    if kind != "folder":
+        what = f"{printable(root)} is no folder" if kind == "file" else f"there is no folder {printable(root)}"
+        raise UserError(f"{what}; set {option} to a folder of images{remedy([root])}")
+    table_path = expand_home(options.labels) if isinstance(options.labels, Path) else None
+    table = None if table_path is None else _read_table(table_path, root, options)
     by_folder = options.name == "folder" or options.labels == "folders"
     folders = _split_folders(root, options)
     images, left_out = list_files(root, options.follow_links)
@@ -124,7 +115,6 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
         names = [_name_below(root, path) for path in images]
         table = _by_files_names(table, names, table_path, root)
         left_out = [file for file in left_out if not (os.path.exists(file) and os.path.samefile(file, table_path))]
-    splits: list[list[_ImageFile]] = [[] for _ in folders]
 
     def described(path: Path, folder: Path) -> _ImageFile | None:
         if by_folder:
@@ -138,25 +128,24 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
         label = None if options.label_column is None else columns[composed(options.label_column)]
         return _ImageFile(path, label, columns)
 
-    for path in images:
-        split = next((n for n, folder in enumerate(folders) if path.is_relative_to(folder)), None)
-        file = None if split is None else described(path, folders[split])
-        if split is None or file is None:
-            left_out.append(path)
-        else:
-            splits[split].append(file)
+    splits = [
+        [file for path in images if path.is_relative_to(folder) and (file := described(path, folder))]
+        for folder in folders
+    ]
+    used = {file.path for files in splits for file in files}
+    left_out += [path for path in images if path not in used]
     read = [f"{folder.name}/" for folder in folders] if len(folders) > 1 else []
     expected = [f"in {' or '.join(read)}"] if read else []
     expected += ["in the folder of its class"] if by_folder else ["on a line of the table"] if table is not None else []
     notify_of_left_out(left_out, root, " and ".join(expected))
-    notify_of_masks((file.path for files in splits for file in files), root)
+    notify_of_masks(used, root)
     if by_folder:
         for folder, files in zip(folders, splits, strict=True):
             files.sort(key=lambda file: file.label or "")  # a stable sort: a class's files keep their order
             _require_no_empty_class(folder, {file.label for file in files}, left_out)
     if table is not None:
-        present = {_name_below(root, file.path) for files in splits for file in files}
-        if len(present) < sum(map(len, splits)):
+        present = {_name_below(root, path) for path in used}
+        if len(present) < len(used):
             raise UserError(f"{printable(root)} has files whose names differ in the form of accents alone; rename them")
         outside = set(names) - present
         missing = {
@@ -174,19 +163,18 @@ def _listed_splits(root: Path, options: DataOptions) -> tuple[list[_ImageFile], 
     return splits[0], splits[1] if len(splits) > 1 else []
 
 
-def _read_table(path: Path, root: Path, file_column: str, label_column: str | None) -> dict[str, dict[str, str]]:
+def _read_table(path: Path, root: Path, options: DataOptions) -> dict[str, dict[str, str]]:
     """Read a CSV file with a header: the values of each line by column, by the path of the line's file below `root`.
 
     Commas, semicolons or tabs separate the values. Spaces around a value do not count.
     """
-    shown = printable(path)
+    shown, file_column = printable(path), composed(options.file_column)
+    label_column = None if options.label_column is None else composed(options.label_column)
     if kind_of(path) != "file":
         raise UserError(f"there is no table {shown}; set data.labels to a CSV file, or to folders")
     with explained(f"{shown} cannot be read as a table", "; save it as CSV in UTF-8"):
         text = composed(path.read_bytes().decode("utf-8-sig"))
-        header, *lines = _numbered_lines(text, _delimiter(text, composed(file_column)))
-    file_column, label_column = composed(file_column), None if label_column is None else composed(label_column)
-    _, columns = header
+        (_, columns), *lines = _numbered_lines(text, file_column)
     for option, name in (("file_column", file_column), ("label_column", label_column)):
         if name is not None and name not in columns:
             what = "" if option == "file_column" else ", or to null where the table has no labels"
@@ -260,16 +248,14 @@ def _by_like_name(names: Sequence[str], depth: int) -> dict[tuple[str, ...], lis
     return found
 
 
-def _delimiter(text: str, file_column: str) -> str:
-    """Return what separates the columns in the first line, where one is `file_column`; a comma if none does."""
+def _numbered_lines(text: str, file_column: str) -> list[tuple[int, list[str]]]:
+    """Return the lines of a table that hold a value, at least one, each with the number at which it begins.
+
+    Columns are parted by what separates `file_column` from others in the first line; by commas if nothing does.
+    """
     first = next((line for line in text.splitlines() if line.strip()), "")
     found = (one for one in ",;\t" if file_column in [name.strip().strip('"') for name in first.split(one)])
-    return next(found, ",")
-
-
-def _numbered_lines(text: str, delimiter: str) -> list[tuple[int, list[str]]]:
-    """Return the lines of a table that hold a value, at least one, each with the number at which it begins."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=next(found, ","), strict=True)
     lines, number = [], 1
     for line in reader:
         values = [value.strip() for value in line]
@@ -350,5 +336,4 @@ def _split_off_test(files: list[_ImageFile], fraction: float) -> tuple[list[_Ima
         raise UserError(
             f"data.test_fraction={fraction:g} leaves no test image of {len(files)} images; raise it, or add images"
         )
-    train = [file for file, chosen in zip(files, is_test, strict=True) if not chosen]
-    return train, [file for file, chosen in zip(files, is_test, strict=True) if chosen]
+    return [*compress(files, ~is_test)], [*compress(files, is_test)]

@@ -1,10 +1,10 @@
 """Datasets in .npz files, whose arrays are checked before they are read."""
 
 import math
-import os
 import zipfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -111,13 +111,10 @@ def images_in(
 
 def _unlabelled_keys(names: list[str]) -> list[str]:
     """Return the names of the training and, if there are any, the test images in a file without labels; else none."""
-    present = set(names)
-    if present & {key for keys in _TRAIN_AND_TEST_KEYS for key in keys[1::2]}:
+    if any(label_key in names for keys in _TRAIN_AND_TEST_KEYS for label_key in keys[1::2]):
         return []
-    for train, _, test, _ in _TRAIN_AND_TEST_KEYS:
-        if train in present:
-            return [train, test] if test in present else [train]
-    return ["x"] if "x" in present else []
+    image_keys = [*(keys[::2] for keys in _TRAIN_AND_TEST_KEYS), ("x",)]
+    return next(([key for key in keys if key in names] for keys in image_keys if keys[0] in names), [])
 
 
 def _split_keys(names: list[str], path: Path) -> list[tuple[str, str]]:
@@ -174,7 +171,7 @@ def _class_names(names: NDArray[Any] | None, classes: int, path: Path) -> tuple[
     return tuple(map(printable, texts))
 
 
-class NpzArchive:
+class NpzArchive(ExitStack):
     """An .npz file as a context manager, and its arrays' `names`; nothing is ever unpickled, as that can run code.
 
     An .npy file is read as an archive of one array, `x`.
@@ -182,6 +179,7 @@ class NpzArchive:
 
     def __init__(self, path: Path):
         """Open the file, or raise a UserError where it cannot be read or is no .npz file."""
+        super().__init__()
         self._shown = shown = printable(path)
         kind = kind_of(path)
         if kind == "missing":
@@ -190,22 +188,19 @@ class NpzArchive:
             raise UserError(f"{shown} is a folder, not an .npz file; set data.path to a file, or data.name=folder")
         if kind == "special":
             raise UserError(f"{shown} is a pipe or a device, not an .npz file; copy the data into a file")
-        self._path = path
-        self._zip: zipfile.ZipFile | None = None
+        #: of each array its number of bytes, header and all, and what opens it
+        self._members: dict[str, tuple[int, Callable[[], IO[bytes]]]]
         if first_bytes(path, len(npy_format.MAGIC_PREFIX)) == npy_format.MAGIC_PREFIX:
-            self.names = ["x"]
-            return
-        advice = remedy([path]) or "; write it with numpy.savez_compressed, and check its permissions"
-        with explained(f"{shown} cannot be read as an .npz file", advice):
-            self._zip = zipfile.ZipFile(path)
-        self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
-
-    def __enter__(self) -> "NpzArchive":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._zip is not None:
-            self._zip.close()
+            self._members = {"x": (path.stat().st_size, lambda: path.open("rb"))}
+        else:
+            advice = remedy([path]) or "; write it with numpy.savez_compressed, and check its permissions"
+            with explained(f"{shown} cannot be read as an .npz file", advice):
+                archive = self.enter_context(zipfile.ZipFile(path))
+            self._members = {
+                member.filename.removesuffix(".npy"): (member.file_size, partial(archive.open, member))
+                for member in archive.infolist()
+            }
+        self.names = [*self._members]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of an array, from its header alone."""
@@ -222,7 +217,11 @@ class NpzArchive:
                 f"alone {readable_bytes(sizes[largest])}), but only {readable_bytes(available)} are available; store "
                 "fewer or smaller images, or each image as a file of its own"
             )
-        return {name: self._read_one(name) for name in names}
+        arrays = {}
+        for name in names:
+            with self._opened(name) as file:
+                arrays[name] = npy_format.read_array(file, allow_pickle=False)
+        return arrays
 
     def _checked_size(self, name: str) -> int:
         """Return the bytes of an array, from its header; they must be what the archive's directory says."""
@@ -243,26 +242,18 @@ class NpzArchive:
 
     def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], int]:
         """Read an array's shape and type, and the number of bytes after its header."""
-        with self._whole(name), self._open(name) as file:
+        with self._opened(name) as file:
             first = npy_format.read_magic(file) == (1, 0)
             # Version 3 differs from 2 in the names of the fields of structured types, which no image has.
             read = npy_format.read_array_header_1_0 if first else npy_format.read_array_header_2_0
             shape, _, dtype = read(file, _LONGEST_HEADER)
             if any(size < 0 for size in shape):
                 raise ValueError(f"invalid shape {shape}")
-            size = os.stat(self._path).st_size if self._zip is None else self._member(name).file_size
-            return shape, dtype, size - file.tell()
+            return shape, dtype, self._members[name][0] - file.tell()
 
-    def _read_one(self, name: str) -> NDArray[Any]:
-        with self._whole(name), self._open(name) as file:
-            return npy_format.read_array(file, allow_pickle=False)
-
-    def _whole(self, name: str) -> AbstractContextManager[None]:
-        return explained(f"{self._shown}: {printable(name)} is corrupt", "; copy or write the file again")
-
-    def _open(self, name: str) -> IO[bytes]:
-        return open(self._path, "rb") if self._zip is None else self._zip.open(self._member(name))
-
-    def _member(self, name: str) -> zipfile.ZipInfo:
-        assert self._zip is not None
-        return self._zip.getinfo(f"{name}.npy" if f"{name}.npy" in self._zip.namelist() else name)
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[IO[bytes]]:
+        """Open an array's bytes; whatever fails while they are read is told as damage."""
+        damage = f"{self._shown}: {printable(name)} is corrupt"
+        with explained(damage, "; copy or write the file again"), self._members[name][1]() as file:
+            yield file

@@ -75,15 +75,11 @@ class DataOptions(Options):
         description="unlabelled public images: a folder, or an .npz file (key x, x_train, train_images, or its only "
         "array)",
     )
-    public_holdout: int = Field(
-        0, ge=0, description="number of training images that become the public images, without their labels"
-    )
+    public_holdout: int = Field(0, ge=0, description="number of training images that become unlabelled public images")
     train_limit: int | None = Field(
         None, ge=1, description="most training images after the holdout, balanced by class and drawn by the seed"
     )
-    test_limit: int | None = Field(
-        None, ge=1, description="most test images, balanced by class and the same for every seed"
-    )
+    test_limit: int | None = Field(None, ge=1, description="most test images, balanced by class, the same for any seed")
     public_limit: int | None = Field(None, ge=1, description="most public images, drawn by the seed")
     validation_fraction: float = Field(
         0.0,

@@ -200,19 +200,17 @@ def is_deep(array: NDArray[Any]) -> bool:
 def _windowed(name: str, array: NDArray[Any], window: Window, channels: int | None) -> NDArray[np.uint8]:
     axis = None if array.ndim == 3 else channel_axis(array.shape, name, channels)
     try:
-        outside = wholly_outside(array, window, axis) if array.dtype.kind == "f" else np.zeros(0, bool)
-        if outside.any():
-            first = int(outside.argmax())
-            raise UserError(
-                f"{name}: {int(outside.sum())} of {len(array)} images lie wholly outside data.window, and would be all "
-                f"black or white; the first is row {first}, of {array[first].min():g} to {array[first].max():g}; "
-                "correct data.window, or those images"
-            )
-        return apply_window(array, window, axis=axis)
-    except UserError:
-        raise
+        scaled = apply_window(array, window, axis=axis)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
+    if array.dtype.kind == "f" and (outside := wholly_outside(array, window, axis)).any():
+        first = int(outside.argmax())
+        raise UserError(
+            f"{name}: {int(outside.sum())} of {len(array)} images lie wholly outside data.window, and would be all "
+            f"black or white; the first is row {first}, of {array[first].min():g} to {array[first].max():g}; "
+            "correct data.window, or those images"
+        )
+    return scaled
 
 
 def require_pixels(name: str, array: NDArray[Any], window: Window | None = "percentiles") -> None:
@@ -223,10 +221,8 @@ def require_pixels(name: str, array: NDArray[Any], window: Window | None = "perc
         raise UserError(f"{name} is empty (shape {list(array.shape)}); at least one image is needed")
     if array.ndim not in (3, 4):
         raise _wrong_shape(name, array.shape)
-    if array.dtype.kind == "f":
-        not_finite = array.size - int(np.isfinite(array).sum())
-        if not_finite > 0:
-            raise UserError(f"{name} has {not_finite} pixels that are NaN or infinite; repair or drop those images")
+    if array.dtype.kind == "f" and (not_finite := int((~np.isfinite(array)).sum())):
+        raise UserError(f"{name} has {not_finite} pixels that are NaN or infinite; repair or drop those images")
     low, high = array.min(), array.max()
     if window is None and (low < 0 or high > 255):
         raise UserError(

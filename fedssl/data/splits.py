@@ -12,14 +12,7 @@ from .stored_images import Images, images_of_rows
 
 @dataclass(frozen=True, eq=False)
 class LabelledImages:
-    """One split.
-
-    Attributes:
-        images: uint8 [n, C, H, W] with C of 1 to 32.
-        labels: int64 [n] from 0; all 0 where the dataset has no labels.
-        targets: 0 or 1, uint8 [n, labels], where an image has several labels and no class; for evaluation alone.
-        columns: further values of each image, such as its hospital, by the name of a table's column.
-    """
+    """One split, as `Dataset` describes it."""
 
     images: Images
     labels: Tensor
@@ -36,10 +29,7 @@ class LabelledImages:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """One dataset's splits; without labels the test split may be empty, and `class_names` is.
-
-    `window` is what brought pixels of more than 8 bits to 8 bits, with numbers in place of `percentiles`.
-    """
+    """One dataset's splits, its classes and its window, as `Dataset` describes them."""
 
     train: LabelledImages
     test: LabelledImages

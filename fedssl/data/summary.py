@@ -79,13 +79,10 @@ def _of_npz(path: Path, channels: int | None) -> DataSummary:
         if chosen is None:
             raise UserError(f"data.path: {path} holds none of the arrays {', '.join(_IMAGE_KEYS)}")
         shape = archive.shape(chosen)
-    if len(shape) == 3:
-        stored, height, width = 1, shape[1], shape[2]
-    elif channel_axis(shape, f"data.path: {chosen} in {path}", channels) == 3:
-        height, width, stored = shape[1:]
-    else:
-        stored, height, width = shape[1:]
-    return DataSummary(shape[0], channels or stored, min(height, width), any(name in names for name in _LABEL_KEYS))
+    axis = None if len(shape) == 3 else channel_axis(shape, f"data.path: {chosen} in {path}", channels)
+    stored = 1 if axis is None else shape[axis]
+    side = min(size for number, size in enumerate(shape) if number not in (0, axis))
+    return DataSummary(shape[0], channels or stored, side, any(name in names for name in _LABEL_KEYS))
 
 
 def _of_files(path: Path, options: DataOptions) -> DataSummary:
