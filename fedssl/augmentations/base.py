@@ -81,14 +81,10 @@ def draw_views(
 
 def _require_views(method: str, drawn: object, shape: list[int], device: torch.device) -> None:
     needed = f"float32 {shape} on {device}"
-    if isinstance(drawn, (tuple, list)):
-        views = list(map(_describe, drawn))
-        if views == [needed, needed]:
-            return
-        got = f"[{', '.join(views)}]"
-    else:
-        got = _describe(drawn)
-    raise UserError(f"augmentation {method} must return two tensors, each {needed}, got {got}")
+    got = [_describe(view) for view in drawn] if isinstance(drawn, (tuple, list)) else _describe(drawn)
+    if got != [needed, needed]:
+        shown = got if isinstance(got, str) else f"[{', '.join(got)}]"
+        raise UserError(f"augmentation {method} must return two tensors, each {needed}, got {shown}")
 
 
 def _describe(value: object) -> str:

@@ -26,12 +26,8 @@ class MultiCrop(RandomViews):
     timm's interpolate their positions; the local views' sides must then be multiples of the patches' side.
     """
 
-    crop_scale: tuple[float, float] = Field(
-        (0.4, 1.0), description="smallest and largest share of the image's area that a global view has"
-    )
-    local_scale: tuple[float, float] = Field(
-        (0.05, 0.4), description="smallest and largest share of the image's area that a local view has"
-    )
+    crop_scale: tuple[float, float] = Field((0.4, 1.0), description="range of a global view's share of the area")
+    local_scale: tuple[float, float] = Field((0.05, 0.4), description="range of a local view's share of the area")
     local_side: float = Field(
         0.5, gt=0, le=1, description="a local view's side as a share of the image's; 96 of 224 pixels in DINO"
     )

@@ -32,9 +32,7 @@ class RandomViews(Augmentation):
 
     uses_global_generators = False
 
-    crop_scale: tuple[float, float] = Field(
-        (0.2, 1.0), description="smallest and largest share of the image's area that a crop has"
-    )
+    crop_scale: tuple[float, float] = Field((0.2, 1.0), description="range of a crop's share of the image's area")
     crop_ratio: tuple[float, float] = Field(
         (3 / 4, 4 / 3), description="smallest and largest width / height of a crop, drawn evenly in the logarithm"
     )
@@ -42,20 +40,14 @@ class RandomViews(Augmentation):
     brightness: _Strength = Field(0.4, description="factors are drawn from [max(0, 1 - value), 1 + value]")
     contrast: _Strength = Field(0.4, description="factors are drawn from [max(0, 1 - value), 1 + value]")
     saturation: _Strength = Field(0.2, description="factors are drawn from [max(0, 1 - value), 1 + value]")
-    hue: float = Field(
-        0.1, ge=0, le=0.5, description="shifts are drawn from [-value, value], in turns of the colour wheel"
-    )
+    hue: float = Field(0.1, ge=0, le=0.5, description="shifts are drawn from [-value, value] turns of the colour wheel")
     jitter_probability: _Probability = Field(
         0.8, description="probability that brightness, contrast, saturation and hue change"
     )
     grayscale: _Probability = Field(0.2, description="probability of removing the colour")
     blur: _Probability = Field(0.5, description="probability of a Gaussian blur")
-    blur_sigma: tuple[float, float] = Field(
-        (0.1, 2.0), description="smallest and largest standard deviation of the blur, in pixels"
-    )
-    solarize: _Probability = Field(
-        0.0, description="probability of inverting the values of 0.5 and more (of 1), the last operation"
-    )
+    blur_sigma: tuple[float, float] = Field((0.1, 2.0), description="range of the blur's standard deviation, in pixels")
+    solarize: _Probability = Field(0.0, description="probability of inverting values of 0.5 to 1, the last operation")
 
     @model_validator(mode="after")
     def _check_ranges(self) -> "RandomViews":

@@ -8,17 +8,14 @@ from ..models.model import Model, with_projector
 from .base import Objective, Step
 
 
-def cross_correlation(first: Tensor, second: Tensor) -> Tensor:
-    """Return the correlations [d, d] over the batch of each feature of `first` with each of `second`, both [n, d].
+def redundancy_loss(first: Tensor, second: Tensor, weight: float) -> Tensor:
+    """Return sum_i (1 - C_ii)^2 + weight * sum over i != j of C_ij^2, a scalar.
 
-    Features are normalised as BatchNorm does, with the variance divided by n and 0.00001 added to it.
+    C_ij is the correlation over the batch of feature i of `first` and feature j of `second`, both [n, d]. Features are
+    normalised as BatchNorm does, with the variance divided by n and 0.00001 added to it.
     """
     first, second = (F.batch_norm(projections, None, None, training=True) for projections in (first, second))
-    return first.T @ second / len(first)
-
-
-def redundancy_loss(correlations: Tensor, weight: float) -> Tensor:
-    """Return sum_i (1 - C_ii)^2 + weight * sum over i != j of C_ij^2, a scalar; correlations C are [d, d]."""
+    correlations = first.T @ second / len(first)
     diagonal = correlations.diagonal()
     off_diagonal = correlations.square().sum() - diagonal.square().sum()
     return (1.0 - diagonal).square().sum() + weight * off_diagonal
@@ -27,7 +24,7 @@ def redundancy_loss(correlations: Tensor, weight: float) -> Tensor:
 class BarlowTwins(Objective):
     """Zbontar et al. 2021, Barlow Twins: Self-Supervised Learning via Redundancy Reduction, Eq. 1 and 2.
 
-        `redundancy_loss`(`cross_correlation`(projections of view 1, projections of view 2), off_diagonal_weight)
+        `redundancy_loss`(projections of view 1, projections of view 2, off_diagonal_weight)
 
     The weight is the paper's best. The projector has three layers with BatchNorm and ReLU before the last. Its widths
     are 8192 in the paper; 2048 here, as the head travels in each round. The loss is a sum over the features, and SGD at
@@ -46,5 +43,4 @@ class BarlowTwins(Objective):
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)
-        loss = redundancy_loss(cross_correlation(*projections), self.off_diagonal_weight)
-        return Step(loss, representations, projections)
+        return Step(redundancy_loss(*projections, self.off_diagonal_weight), representations, projections)

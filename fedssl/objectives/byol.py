@@ -8,13 +8,10 @@ from ..models.model import Model, mlp_head
 from .base import Objective, Step
 
 
-def regression_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the mean of |p/|p| - z/|z||^2 = 2 - 2 cos(p, z), a scalar; prediction p and target z are [n, d]."""
-    return 2.0 - 2.0 * F.cosine_similarity(prediction, target, dim=-1).mean()
-
-
 class BYOL(Objective):
     """Grill et al. 2020, Bootstrap Your Own Latent, Eq. 2; the local loss of Hetero-SSFL (section 3.2).
+
+        mean over images of |p/|p| - z/|z||^2 = 2 - 2 cos(p, z), p the prediction and z the target of the other view
 
     The target network has an encoder and a projector, which move towards the online ones after each step. It belongs to
     the client and never travels. The defaults of the heads and of the momentum are FedU's and FedEMA's (Grill et al.
@@ -50,5 +47,5 @@ class BYOL(Objective):
         online = views if self.symmetric else views[:1]
         representations, projections, predictions = model.outputs_of_views(online)
         targets = model.target_of_views((views[1], views[0]) if self.symmetric else (views[1],))
-        losses = [regression_loss(p, target) for p, target in zip(predictions, targets, strict=True)]
+        losses = [2 - 2 * F.cosine_similarity(p, z, dim=-1).mean() for p, z in zip(predictions, targets, strict=True)]
         return Step(sum(losses[1:], losses[0]) / len(losses), representations, projections, predictions)

@@ -1,6 +1,7 @@
 """DINO: a student predicts a momentum teacher's distribution over prototypes, also from small views of an image."""
 
 import itertools
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,8 @@ class DINO(Objective):
     passes through the networks by itself, as with other objectives; the code joins views of one size.
     """
 
+    online_views: ClassVar[int] = 2
+
     hidden_features: int = Field(2048, ge=1, description="width of the projector's hidden layers")
     output_features: int = Field(256, ge=1, description="dimension of the projections, before the prototypes")
     batch_norm: bool = Field(
@@ -97,10 +100,6 @@ class DINO(Objective):
     @property
     def views(self) -> int:
         return 2 + self.local_views
-
-    @property
-    def online_views(self) -> int:
-        return 2
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         width: int = encoder.num_features  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """Distillation: learn the features of a frozen teacher, from the client's own images."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -24,20 +24,16 @@ class Distillation(TaughtPart, Objective):
     paper has a queue of earlier ones, and with one temperature for both networks.
     """
 
+    views: ClassVar[int] = 1
+
     loss: Literal["features", "similarities"] = Field(
         "features", description="what the student learns: the teacher's features, or how similar it finds images"
     )
-    projector_layers: int = Field(
-        1, ge=1, description="linear layers from the student's features to the teacher's (loss features)"
-    )
+    projector_layers: int = Field(1, ge=1, description="linear layers to the teacher's features (loss features)")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities (loss similarities)")
     teacher_features: int | None = Field(
         None, ge=1, description="the teacher's width; a run records it, so that its models need no teacher"
     )
-
-    @property
-    def views(self) -> int:
-        return 1
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         online = {"encoder": encoder}

@@ -16,9 +16,7 @@ class FedX(Objective):
     released code: two linear layers of 256 features with a ReLU between them, without BatchNorm.
     """
 
-    output_features: int = Field(
-        256, ge=1, description="dimension of projections and predictions, and of the hidden layers"
-    )
+    output_features: int = Field(256, ge=1, description="dimension of projections, predictions and hidden layers")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities")
 
     def build(self, encoder: nn.Module, classes: int) -> Model:

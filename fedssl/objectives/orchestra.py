@@ -1,5 +1,7 @@
 """Orchestra: predict the target network's global cluster of an image, and by how many quarter turns it was turned."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -63,12 +65,12 @@ class Orchestra(Objective):
     """
 
     needs_aggregator = "orchestra_clusters"
+    views: ClassVar[int] = 3
+    online_views: ClassVar[int] = 1
 
     clusters: int = Field(128, ge=2, description="number of global clusters")
     memory: int = Field(128, ge=2, description="number of target projections that a client clusters")
-    features: int = Field(
-        512, ge=2, description="dimension of the projection and width of the projector's hidden layer"
-    )
+    features: int = Field(512, ge=2, description="dimension of the projection and of the projector's hidden layer")
     temperature: float = Field(0.1, gt=0, description="divides the cosine similarities to the clusters")
     target_momentum: float = Field(0.996, ge=0, le=1, description="share of the target network kept at each step")
 
@@ -78,14 +80,6 @@ class Orchestra(Objective):
                 f"orchestra turns images by a quarter, so they must be square, got {shape[1]}x{shape[2]} pixels"
             )
         return self
-
-    @property
-    def views(self) -> int:
-        return 3
-
-    @property
-    def online_views(self) -> int:
-        return 1
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         size = self.features

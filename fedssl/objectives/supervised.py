@@ -1,5 +1,7 @@
 """Supervised training with labels, the usual task of federated averaging."""
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,10 +22,7 @@ class Supervised(Objective):
     """
 
     needs_labels = True
-
-    @property
-    def views(self) -> int:
-        return 1
+    views: ClassVar[int] = 1
 
     def training_augmentation(self, augmentation: Augmentation) -> Augmentation:
         if type(augmentation) is not RandomViews:

@@ -1,12 +1,14 @@
 """Terms that are added to a client's objective."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from torch import Tensor
 
 from ..client import LocalRound
+from ..data.batches import batches_of_epoch, endless_batches
+from ..data.stored_images import Images
 from ..objectives.base import Step
 from ..parts import Part
 
@@ -32,3 +34,12 @@ class Regularizer(Part):
     @abstractmethod
     def start_round(self, local: LocalRound) -> StepLoss:
         """Prepare one client's round and return the function that computes each step's term, a scalar."""
+
+
+def endless_views(
+    local: LocalRound, images: Images, batch_size: int, purpose: str, count: int = 2
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield `count` views of each image of a batch, see `LocalRound.views`, of batches without end in random order."""
+    batches_per_epoch = batches_of_epoch(len(images), batch_size)
+    for number, rows in enumerate(endless_batches(len(images), batch_size, local.generator(f"{purpose} order"))):
+        yield local.views(images[rows], rows, purpose, number // batches_per_epoch, count)

@@ -12,15 +12,10 @@ from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 
 
-def squared_distance(representation: Tensor, base: Tensor) -> Tensor:
-    """Return the mean over the images of |representation - base|_2^2, both [n, d]; a scalar."""
-    return (representation - base).square().sum(dim=1).mean()
-
-
 class BaseAlignment(Regularizer):
     """The alignment module of FedCA (Zhang et al. 2023, Federated unsupervised representation learning):
 
-        weight * `squared_distance`(encoder's output, the base model's for the same view), the mean over the views
+        weight * mean over images and views of |encoder's output - the base model's for the same view|_2^2
 
     A client keeps the base model in its memory. It runs in evaluation mode without gradients. This follows the paper's
     abstract, as there is no released code. The kind of distance, its place at the encoder's output, and the weight are
@@ -42,7 +37,8 @@ class BaseAlignment(Regularizer):
         def term(step: Step) -> Tensor:
             with torch.no_grad():
                 targets = [base(view) for view in step.online_views]
-            distances = [squared_distance(r, target) for r, target in zip(step.representations, targets, strict=True)]
+            views = zip(step.representations, targets, strict=True)
+            distances = [(own - target).square().sum(dim=1).mean() for own, target in views]
             loss = sum(distances[1:], distances[0]) / len(distances)
             local.log("base_distance", loss.detach())
             return self.weight * loss

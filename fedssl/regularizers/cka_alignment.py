@@ -64,9 +64,7 @@ class CKAAlignment(Regularizer):
     needs_public_images = True
     needs_aggregator = "representation_mean"
 
-    weight: float = Field(
-        0.5, ge=0, description="mu, the factor of the term; the paper has 0.5 for CIFAR and 1 for Tiny-ImageNet"
-    )
+    weight: float = Field(0.5, ge=0, description="mu, the term's factor; the paper has 0.5 (CIFAR), 1 (Tiny-ImageNet)")
     batch_size: int = Field(100, ge=2, description="public images a step")
 
     def start_round(self, local: LocalRound) -> StepLoss:
@@ -77,10 +75,8 @@ class CKAAlignment(Regularizer):
             if (batch := next(batches, None)) is None:
                 return step.loss.new_zeros(())
             x, target, factored = batch
-            if factored:
-                cka = linear_cka(x, target, centered=centered)
-            else:
-                cka = linear_cka_to_kernel(x, target, centered=centered)
+            compare = linear_cka if factored else linear_cka_to_kernel
+            cka = compare(x, target, centered=centered)
             local.log("cka", cka.detach())
             return self.weight * (1.0 - cka)
 

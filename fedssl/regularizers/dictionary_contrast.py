@@ -42,9 +42,7 @@ class DictionaryContrast(Regularizer):
     needs_two_views = True
 
     weight: float = Field(1.0, ge=0, description="factor of the term")
-    temperature: float | None = Field(
-        None, gt=0, description="divides the cosine similarities (default: the objective's temperature)"
-    )
+    temperature: float | None = Field(None, gt=0, description="divides the similarities (default: the objective's)")
 
     def start_round(self, local: LocalRound) -> StepLoss:
         dictionary = local.received.tensors.get(DICTIONARY)

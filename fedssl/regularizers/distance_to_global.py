@@ -9,7 +9,6 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..models.model import Model
 from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 
@@ -42,27 +41,21 @@ class DistanceToGlobal(Regularizer):
         model = local.client.model
         received = copy.deepcopy(model).requires_grad_(False)
         received.load_state_dict(local.received.tensors, strict=False)
-        squared_distance = _representation_distance if self.of == "representations" else _weight_distance
 
         def term(step: Step) -> Tensor:
-            distance = squared_distance(model, received, step)
+            if self.of == "weights":
+                distance = step.loss.new_zeros(())
+                for v, w in zip(model.online.parameters(), received.online.parameters(), strict=True):
+                    if v.requires_grad:
+                        distance = distance + (v - w).square().sum()
+            else:
+                received.train(model.training)
+                with torch.no_grad():
+                    towards = [F.normalize(received.encoder(view), dim=1) for view in step.online_views]
+                own = [F.normalize(representation, dim=1) for representation in step.representations]
+                views = zip(own, towards, strict=True)
+                distance = torch.stack([(h - g).square().sum(dim=1).mean() for h, g in views]).mean()
             local.log("global_distance", distance.detach())
             return 0.5 * self.weight * distance
 
         return term
-
-
-def _representation_distance(model: Model, received: Model, step: Step) -> Tensor:
-    received.train(model.training)
-    with torch.no_grad():
-        towards = [F.normalize(received.encoder(view), dim=1) for view in step.online_views]
-    own = [F.normalize(representation, dim=1) for representation in step.representations]
-    return torch.stack([(h - g).square().sum(dim=1).mean() for h, g in zip(own, towards, strict=True)]).mean()
-
-
-def _weight_distance(model: Model, received: Model, step: Step) -> Tensor:
-    squared = step.loss.new_zeros(())
-    for own, other in zip(model.online.parameters(), received.online.parameters(), strict=True):
-        if own.requires_grad:
-            squared = squared + (own - other).square().sum()
-    return squared

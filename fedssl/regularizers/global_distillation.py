@@ -9,8 +9,8 @@ from fedkernels import nt_xent
 from ..client import LocalRound
 from ..models.model import frozen_copy
 from ..objectives.base import Step
-from .base import Regularizer, StepLoss
-from .relational_distillation import other_images, relational_loss
+from .base import Regularizer, StepLoss, endless_views
+from .relational_distillation import relational_loss
 
 
 class GlobalDistillation(Regularizer):
@@ -36,12 +36,12 @@ class GlobalDistillation(Regularizer):
     def start_round(self, local: LocalRound) -> StepLoss:
         unit_rows = local.client.model.unit_rows
         global_network = frozen_copy(local.client.model, local.received.tensors)
-        others = other_images(local, self.batch_size, "global_distillation")
+        others = endless_views(local, local.client.images, self.batch_size, "global_distillation", count=1)
 
         def term(step: Step) -> Tensor:
             with torch.no_grad():
                 second = global_network(step.views[step.first_view + 1])
-                projected = global_network(next(others))
+                projected = global_network(*next(others))
             contrast = nt_xent(unit_rows(step.predictions[0]), unit_rows(second), self.temperature)
             relation = relational_loss(step.predictions[0], step.predictions[1], projected, self.temperature)
             local.log("global_contrastive_loss", contrast.detach())

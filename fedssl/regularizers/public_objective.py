@@ -5,10 +5,9 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..data.batches import batches_of_epoch, endless_batches
 from ..models.model import untouched_running_statistics
 from ..objectives.base import Step
-from .base import Regularizer, StepLoss
+from .base import Regularizer, StepLoss, endless_views
 
 
 class PublicObjective(Regularizer):
@@ -28,14 +27,11 @@ class PublicObjective(Regularizer):
     def start_round(self, local: LocalRound) -> StepLoss:
         assert local.client.public_images is not None
         model, public = local.client.model, local.client.public_images
-        order = local.generator("public_objective order")
-        batches = enumerate(endless_batches(len(public), self.batch_size, order))
-        batches_per_epoch = batches_of_epoch(len(public), self.batch_size)
+        views_of_batches = endless_views(local, public, self.batch_size, "public_objective")
         no_labels = torch.zeros(min(self.batch_size, len(public)), dtype=torch.int64, device=model.device)
 
         def term(step: Step) -> Tensor:
-            number, rows = next(batches)
-            views = local.views(public[rows], rows, "public_objective", number // batches_per_epoch)
+            views = next(views_of_batches)
             with untouched_running_statistics(model):
                 loss = local.objective.step(model, views, no_labels).loss
             local.log("public_loss", loss.detach())

@@ -1,7 +1,6 @@
 """FedX's local relational distillation: both views of an image have the same similarities to other images."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +8,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..data.batches import batches_of_epoch, endless_batches
 from ..objectives.base import Step
-from .base import Regularizer, StepLoss
+from .base import Regularizer, StepLoss, endless_views
 
 
 def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: float) -> Tensor:
@@ -25,14 +23,6 @@ def relational_loss(first: Tensor, second: Tensor, others: Tensor, temperature: 
     mixture = torch.logaddexp(logs[0], logs[1]) - math.log(2.0)
     divergences = [(log.exp() * (log - mixture)).sum(dim=1) for log in logs]
     return ((divergences[0] + divergences[1]) / 2).mean()
-
-
-def other_images(local: LocalRound, batch_size: int, purpose: str) -> Iterator[Tensor]:
-    """Yield endless batches of the client's own images, one view of each on its device."""
-    images = local.client.images
-    batches_per_epoch = batches_of_epoch(len(images), batch_size)
-    for number, rows in enumerate(endless_batches(len(images), batch_size, local.generator(f"{purpose} order"))):
-        yield local.views(images[rows], rows, purpose, number // batches_per_epoch, count=1)[0]
 
 
 class RelationalDistillation(Regularizer):
@@ -56,11 +46,11 @@ class RelationalDistillation(Regularizer):
 
     def start_round(self, local: LocalRound) -> StepLoss:
         model = local.client.model
-        others = other_images(local, self.batch_size, "relational_distillation")
+        others = endless_views(local, local.client.images, self.batch_size, "relational_distillation", count=1)
 
         def term(step: Step) -> Tensor:
             first, second = step.projections
-            projected = model.online["projector"](model.encoder(next(others)))
+            projected = model.online["projector"](model.encoder(*next(others)))
             loss = relational_loss(first, second, projected, self.temperature)
             local.log("local_relational_loss", loss.detach())
             return self.weight * loss

@@ -18,8 +18,8 @@ from fedssl.evaluation import evaluate, fine_tuning
 from fedssl.evaluation.evaluate import EvaluationOptions
 from fedssl.evaluation.fine_tuning import FineTuning, fine_tuned_network
 from fedssl.models.model import Model
+from fedssl.regularizers.base import endless_views
 from fedssl.regularizers.public_objective import PublicObjective
-from fedssl.regularizers.relational_distillation import other_images
 from tests.fedssl.evaluation.conftest import TinyEncoder, bright_quarters
 from tests.fedssl.small_models import local_round, scalar_model
 
@@ -88,7 +88,8 @@ def test_every_seed_client_round_purpose_and_epoch_has_its_own_views():
 
 def test_fedx_draws_other_views_in_every_pass_and_not_those_of_the_step():
     local = client_of_alike_images()
-    batches = list(itertools.islice(other_images(local, 4, "relational_distillation"), 5))
+    others = endless_views(local, ALIKE, 4, "relational_distillation", count=1)
+    batches = [view for (view,) in itertools.islice(others, 5)]
     step = local.views(ALIKE, torch.arange(6), "training")
     assert distinct(*batches, *step)
 
