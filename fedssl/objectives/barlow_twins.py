@@ -43,4 +43,5 @@ class BarlowTwins(Objective):
 
     def step(self, model: Model, views: tuple[Tensor, ...], labels: Tensor) -> Step:
         representations, projections = model.outputs_of_views(views)
-        return Step(redundancy_loss(*projections, self.off_diagonal_weight), representations, projections)
+        first, second = projections
+        return Step(redundancy_loss(first, second, self.off_diagonal_weight), representations, projections)
