@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fedkernels.internal import checks
 from fedkernels.internal.two_passes import Part, second_pass
@@ -99,7 +98,6 @@ class _Encoding(torch.autograd.Function):
         return tuple(embeddings)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         _ = ctx.saved_tensors  # in a second pass of a graph that was not retained this is torch's error
         found = _versions(_weights(ctx.encoder)), _versions(ctx.inputs)

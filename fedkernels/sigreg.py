@@ -4,7 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fedkernels.internal import checks
 from fedkernels.internal.autograd import has_tangent, is_transformed
@@ -29,7 +28,7 @@ def sigreg(rows: Tensor, directions: Tensor, *, points: int = 17, limit: float =
     The integrand is even and 0 at 0, so (points - 1) / 2 points are computed, by rotations of the first one. Rows are
     taken in parts, and once more in the backward pass: beside the inputs, and the B x S projections that wait for the
     backward pass, it takes some MB however many rows and points there are. torch.func's transforms, forward mode and
-    torch.export take the reference, which holds B x S x points complex numbers.
+    torch.export take the reference, which holds B x S x points complex numbers; a second derivative holds half of that.
 
     Args:
         rows: [B, d], float16, bfloat16, float32 or float64, any strides.
@@ -41,7 +40,7 @@ def sigreg(rows: Tensor, directions: Tensor, *, points: int = 17, limit: float =
     Returns:
         A scalar, float64 where rows or directions are, else float32; sums over rows are float64. It does not depend on
         the order of the rows, and ``fedkernels.distributed.sigreg`` gives the same for rows that several processes
-        share, both up to rounding. NaN in gives NaN out. There is no second derivative.
+        share, both up to rounding. NaN in gives NaN out.
 
     Raises:
         TypeError: rows or directions is not a floating tensor, points or limit not a number.
@@ -80,7 +79,7 @@ def sums(rows: Tensor, directions: Tensor, rule: Rule) -> Tensor:
     """The sums over rows of cosines and sines of the projections times each point, float64 [2, half, S]."""
     dtype = compute_dtype(rows, directions)
     with no_autocast(rows):
-        found: Tensor = _Sums.apply(rows.to(dtype), unit(directions, dtype), rule)
+        found: Tensor = _Sums.apply(rows.to(dtype) @ unit(directions, dtype), rule)
         return found
 
 
@@ -97,34 +96,34 @@ def statistic(sums: Tensor, count: Tensor | int, rule: Rule) -> Tensor:
 
 class _Sums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, along: Tensor, rule: Rule) -> Tensor:
-        projections = rows @ along
+    def forward(ctx: Any, projections: Tensor, rule: Rule) -> Tensor:
         ctx.rule = rule
-        ctx.save_for_backward(projections, along)
+        ctx.save_for_backward(projections)
         found = projections.new_zeros((2, rule.half, projections.shape[1]), dtype=torch.float64)
         for part in _parts(projections):
-            for k, (cosine, sine) in enumerate(_turns(part, rule)):
+            for k, (cosine, sine) in enumerate(_turns(projections[part], rule)):
                 found[0, k] += cosine.sum(0, dtype=torch.float64)
                 found[1, k] += sine.sum(0, dtype=torch.float64)
         return found
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        projections, along = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """In steps that have derivatives themselves."""
+        (projections,) = ctx.saved_tensors
         t = ctx.rule.step * torch.arange(1, ctx.rule.half + 1, dtype=torch.float64, device=grad.device)
         of_cosines, of_sines = (grad * t[:, None]).to(projections.dtype)
         result = torch.empty_like(projections)
-        for part, to in zip(_parts(projections), _parts(result), strict=True):
-            to.zero_()
-            for k, (cosine, sine) in enumerate(_turns(part, ctx.rule)):
-                to.addcmul_(cosine, of_sines[k]).addcmul_(sine, of_cosines[k], value=-1)
-        with no_autocast(result):
-            return result @ along.T, None, None
+        for part in _parts(projections):
+            of_part = torch.zeros_like(projections[part])
+            for k, (cosine, sine) in enumerate(_turns(projections[part], ctx.rule)):
+                of_part.addcmul_(cosine, of_sines[k]).addcmul_(sine, of_cosines[k], value=-1)
+            result[part] = of_part
+        return result, None
 
 
-def _parts(projections: Tensor) -> tuple[Tensor, ...]:
-    return projections.split(max(_CHUNK // projections.shape[1], 1))
+def _parts(projections: Tensor) -> list[slice]:
+    rows = max(_CHUNK // projections.shape[1], 1)
+    return [slice(start, start + rows) for start in range(0, max(len(projections), 1), rows)]
 
 
 def _turns(projections: Tensor, rule: Rule) -> Any:

@@ -61,7 +61,12 @@ def second_pass(model: object, parts: Sequence[Part], gradients: Sequence[Tensor
 
     The ranks of DistributedDataParallel exchange gradients once, in the backward pass of the last mini-batch. If that
     one has no gradient, a mini-batch that has one runs again, with zeros.
+
+    Raises:
+        RuntimeError: the gradients are to have derivatives themselves: they would be taken for constants.
     """
+    if torch.is_grad_enabled():
+        raise RuntimeError("there is no second derivative through two passes of a model: leave create_graph False")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     parallel = model if isinstance(model, DistributedDataParallel) else None
     trained: list[int] = []

@@ -225,6 +225,13 @@ def test_weights_and_inputs_that_change_between_the_passes_are_an_error(what):
         loss.backward()
 
 
+def test_a_second_derivative_is_refused():
+    """Autograd would take the weights' gradients for constants."""
+    loss = GradientCache(encoder(), 4)(batch(0)).square().sum()
+    with pytest.raises(RuntimeError, match="no second derivative .* leave create_graph False"):
+        loss.backward(create_graph=True)
+
+
 def test_weights_and_inputs_of_the_inference_mode():
     with torch.inference_mode():
         frozen, x = encoder().requires_grad_(False), batch(0)

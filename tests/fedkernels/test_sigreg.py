@@ -59,3 +59,14 @@ def test_nan_comes_out():
     rows = torch.ones(4, 3)
     rows[2, 1] = torch.nan
     assert sigreg(rows, torch.ones(3, 2)).isnan()
+
+
+def test_second_derivatives_are_those_of_the_definition(monkeypatch):
+    monkeypatch.setattr(sys.modules["fedkernels.sigreg"], "_CHUNK", 15)
+    rows, directions = randn(7, 6).requires_grad_(), randn(6, 5, seed=1)
+
+    def second(function):
+        (gradient,) = torch.autograd.grad(function(rows, directions), rows, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum() + rows.sum(), rows)
+
+    torch.testing.assert_close(second(sigreg), second(reference), rtol=1e-12, atol=1e-14)

@@ -15,13 +15,16 @@ ROWS, DIRECTIONS = (
 )
 
 
-def of_part(sizes: list[int], factors: list[float], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each rank has as many rows, its value counts so often, and its own directions are not those of the first."""
+def of_part(sizes: list[int], factors: list[float], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Each rank has as many rows, its value counts so often, and its own directions are not those of the first.
+
+    Returns the value, its gradient, and that of the gradients' squares.
+    """
     rank = dist.get_rank()
     rows = ROWS.to(dtype).split(sizes)[rank].clone().requires_grad_()
     value = sigreg(rows, (DIRECTIONS if rank == 0 else -DIRECTIONS.flip(1)).to(dtype))
-    (gradient,) = torch.autograd.grad(factors[rank] * value, rows)
-    return value.detach(), gradient
+    (gradient,) = torch.autograd.grad(factors[rank] * value, rows, create_graph=True)
+    return value.detach(), gradient.detach(), *torch.autograd.grad(gradient.square().sum(), rows)
 
 
 def of_bad_part(kind: str) -> str:
@@ -41,14 +44,17 @@ def test_equals_one_process(ranks: Ranks, even: bool, dtype: torch.dtype) -> Non
     sizes += [41 - sum(sizes)] if not even else []
     sizes[0] += 41 - sum(sizes)
     factors = [1.0 + rank for rank in range(count)]
-    values, gradients = zip(*ranks(of_part, sizes, factors, dtype), strict=True)
+    values, gradients, second = zip(*ranks(of_part, sizes, factors, dtype), strict=True)
     rows = ROWS.to(dtype).requires_grad_()
     truth = fedkernels.sigreg(rows, DIRECTIONS.to(dtype))
-    (of_truth,) = torch.autograd.grad(sum(factors) * truth, rows)
+    (of_truth,) = torch.autograd.grad(sum(factors) * truth, rows, create_graph=True)
+    (of_squares,) = torch.autograd.grad(of_truth.square().sum(), rows, retain_graph=True)
     tolerance = {"rtol": 1e-12, "atol": 1e-14} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 1e-6}
     for value in values:
         torch.testing.assert_close(value, truth.detach(), **tolerance)
-    torch.testing.assert_close(torch.cat(gradients), of_truth, **tolerance)
+    torch.testing.assert_close(torch.cat(gradients), of_truth.detach(), **tolerance)
+    tolerance["atol"] *= of_squares.abs().max().item()
+    torch.testing.assert_close(torch.cat(second), of_squares, **tolerance)
 
 
 @pytest.mark.parametrize(
