@@ -79,7 +79,7 @@ def sums(rows: Tensor, directions: Tensor, rule: Rule) -> Tensor:
     """The sums over rows of cosines and sines of the projections times each point, float64 [2, half, S]."""
     dtype = compute_dtype(rows, directions)
     with no_autocast(rows):
-        found: Tensor = _Sums.apply(rows.to(dtype) @ unit(directions, dtype), rule)
+        found: Tensor = _Sums.apply(_Projections.apply(rows.to(dtype), unit(directions, dtype)), rule)
         return found
 
 
@@ -92,6 +92,21 @@ def statistic(sums: Tensor, count: Tensor | int, rule: Rule) -> Tensor:
     cosines, sines = sums / count
     distances = (cosines - wanted[:, None]).square() + sines.square()
     return (weights @ distances).mean() * count
+
+
+class _Projections(torch.autograd.Function):
+    """A product whose gradient autocast does not narrow either. All derivatives of both functions have derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, along: Tensor) -> Tensor:
+        ctx.save_for_backward(along)
+        return rows @ along
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (along,) = ctx.saved_tensors
+        with no_autocast(grad):
+            return grad @ along.T, None
 
 
 class _Sums(torch.autograd.Function):
@@ -108,7 +123,6 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """In steps that have derivatives themselves."""
         (projections,) = ctx.saved_tensors
         t = ctx.rule.step * torch.arange(1, ctx.rule.half + 1, dtype=torch.float64, device=grad.device)
         of_cosines, of_sines = (grad * t[:, None]).to(projections.dtype)

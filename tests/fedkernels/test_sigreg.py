@@ -61,6 +61,13 @@ def test_nan_comes_out():
     assert sigreg(rows, torch.ones(3, 2)).isnan()
 
 
+def test_autocast_does_not_narrow_a_backward_pass_inside_it():
+    rows, directions = randn(11, 5).float(), randn(5, 4, seed=1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = with_gradient(sigreg, rows, directions)
+    torch.testing.assert_close(found, with_gradient(sigreg, rows, directions), rtol=0, atol=0)
+
+
 def test_second_derivatives_are_those_of_the_definition(monkeypatch):
     monkeypatch.setattr(sys.modules["fedkernels.sigreg"], "_CHUNK", 15)
     rows, directions = randn(7, 6).requires_grad_(), randn(6, 5, seed=1)
