@@ -163,7 +163,8 @@ static std::tuple<Tensor, Tensor, Tensor> contrastive_one_tile_cuda(
   const std::array<MaybeTensor, 6> options = {std::nullopt, row_labels, column_labels, excluded, factor, classes};
   const auto tile = tile_of(products, {0, 0, products.size(1), shift, symmetric, divides}, scale, options);
   const bool sigmoid = is_there(bias);
-  STD_TORCH_CHECK(!symmetric || tile.rows == tile.columns, "a symmetric tile must have as many rows as columns");
+  STD_TORCH_CHECK(!(symmetric || of_columns) || tile.rows == tile.columns,
+                  "a tile that is symmetric or has sums by columns must have as many rows as columns");
   const Tensor weights = !wanted  ? memory_on(query, {0}, query.scalar_type())
                          : narrow ? memory_on(query, {tile.rows, tile.columns}, query.scalar_type())
                                   : products;

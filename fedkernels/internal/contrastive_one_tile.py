@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fedkernels.internal import contrastive_cuda
 from fedkernels.internal.autograd import is_batched, is_without_data, refuse_second_derivative
@@ -70,6 +69,8 @@ def value(
         number, scale = 1 / scale if loss.divides else scale, None
     if bias is not None and not isinstance(bias, Tensor):
         bias = query.new_full((), bias, dtype=torch.float64)
+    # Here, not in `forward`: of what is saved, a copy made there would lead to no input, nor a second derivative to it.
+    query, key = query.contiguous(), None if key is None else key.contiguous()
     given = loss, number, left_out, classes
     if not torch.is_autocast_enabled("cuda"):  # to look takes the host less long than to enter a region without
         result: Tensor = _OneTile.apply(query, key, scale, bias, given)
@@ -83,15 +84,14 @@ class _OneTile(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: Tensor,
+        rows: Tensor,
         key: Tensor | None,
         scale: Tensor | None,
         bias: Tensor | None,
         given: tuple[Loss, float, Sequence[Tensor | None], Tensor | None],
     ) -> Tensor:
         loss, number, left_out, classes = given
-        rows = query.contiguous()
-        keys = rows if key is None else key.contiguous()
+        keys = rows if key is None else key
         factor = contrastive_cuda.WEIGHT_SCALE if rows.dtype.itemsize == 2 else 1.0
         shift = loss.shift if classes is None else -1
         kind = shift, loss.symmetric, loss.divides and scale is not None
@@ -145,6 +145,5 @@ class _Gradients(torch.autograd.Function):
             return _gradients(first, grad)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> None:
         refuse_second_derivative(ctx.name, *grads)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import fedkernels
 from fedkernels import (
     CKAAccumulator,
     MinibatchCKA,
@@ -187,7 +188,12 @@ OF_VIEWS = 1, 2, 3, 4, ViewOptions().numbers(), False, False
         ("contrastive_one_tile", (HALF, FLOAT, 0, False, False, *[1.0] * 5, *NO_OPTIONS), "one dtype"),
         (
             "contrastive_one_tile",
-            (FLOAT, FLOAT[:3], 0, True, False, *[1.0] * 5, *NO_OPTIONS),
+            (FLOAT, FLOAT[:3], 0, True, False, 1.0, 0.0, *[1.0] * 3, *NO_OPTIONS),
+            "as many rows as columns",
+        ),
+        (
+            "contrastive_one_tile",
+            (FLOAT, FLOAT[:3], 0, False, False, *[1.0] * 5, *NO_OPTIONS),
             "as many rows as columns",
         ),
         ("linear_cka_prepare", ([FLOAT, FLOAT[:3]], False), "the same L"),
@@ -205,6 +211,16 @@ def test_bad_arguments_are_refused(bindings, name, arguments, message):
     """Those of a direct call: Python's checks come first."""
     with pytest.raises(RuntimeError, match=message):
         bindings.operators[name](*arguments)
+
+
+@pytest.mark.parametrize("name", ["info_nce", "clip_loss", "nt_xent", "sigmoid_loss"])
+def test_second_derivatives_in_rows_that_are_not_contiguous_are_refused(bindings, name):
+    first, second = (randn(24, 37, seed=seed).T.requires_grad_() for seed in (1, 2))
+    more = (0.3, -2.0) if name == "sigmoid_loss" else (0.3,)
+    with bindings.on_cuda():
+        (gradient,) = torch.autograd.grad(getattr(fedkernels, name)(first, second, *more), first, create_graph=True)
+        with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
+            torch.autograd.grad(gradient.square().sum() + first.sum(), first)
 
 
 @pytest.mark.parametrize(
