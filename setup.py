@@ -200,10 +200,14 @@ class BuildNative(build_ext):
     def _steps(self, plan: Plan) -> list[Step]:
         # A new version in the place of an old one changes no command, and its files may be older than the objects.
         compiler = write_if_changed(plan.folder / "compiler.txt", compiler_version(self.compiler.compiler_so_cxx[0]))
-        steps = [*self._cuda_steps(plan), *self._operator_steps(plan, compiler), *self._kernel_steps(plan, compiler)]
+        steps = [
+            *self._cuda_steps(plan, compiler),
+            *self._operator_steps(plan, compiler),
+            *self._kernel_steps(plan, compiler),
+        ]
         return [*steps, self._link_step(plan, [step.output for step in steps], compiler)]
 
-    def _cuda_steps(self, plan: Plan) -> list[Step]:
+    def _cuda_steps(self, plan: Plan, compiler: Path) -> list[Step]:
         if plan.cuda is None:
             return []
         version = write_if_changed(plan.folder / "nvcc.txt", plan.cuda.version)
@@ -212,7 +216,7 @@ class BuildNative(build_ext):
         steps = []
         for source in sources:
             output = plan.folder / "cuda" / f"{source.stem}.o"
-            steps.append(Step("compile", output, (source,), plan.cuda.command(source, output), (version,)))
+            steps.append(Step("compile", output, (source,), plan.cuda.command(source, output), (version, compiler)))
         return steps
 
     def _operator_steps(self, plan: Plan, compiler: Path) -> list[Step]:

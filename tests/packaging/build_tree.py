@@ -13,7 +13,7 @@ COMPILER = """#!{python} -IS
 import os, re, sys
 arguments, name = sys.argv[1:], os.path.basename(sys.argv[0])
 if "--version" in arguments:
-    print(name, os.environ.get("VERSION_OF_COMPILERS", "1"))
+    print(name, os.environ.get("VERSION_OF_" + name, "1"))
     sys.exit()
 if "--list-gpu-code" in arguments:
     print(os.environ.get("ARCHITECTURES_OF_NVCC", "sm_75 sm_80 sm_86 sm_89 sm_90 sm_100 sm_120").replace(" ", "\\n"))

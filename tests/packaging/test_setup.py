@@ -110,11 +110,15 @@ def test_another_version_of_torch_compiles_the_operators(built: BuildTree) -> No
         assert built.build() == ["cxx linked", *OPERATORS, "cxx ops/one_cuda.cpp"]
 
 
-@pytest.mark.parametrize(("options", "version"), [(["--force"], "1"), ([], "2")])
-def test_force_and_another_version_of_the_compilers_compile_everything(
-    built: BuildTree, options: list[str], version: str
+@pytest.mark.parametrize(
+    ("options", "newer", "expected"),
+    [(["--force"], "none", EVERYTHING), ([], "cxx", EVERYTHING), ([], "nvcc", [*LINK, *CUDA])],
+)
+def test_force_and_another_version_of_a_compiler_compile_what_it_makes(
+    built: BuildTree, options: list[str], newer: str, expected: list[str]
 ) -> None:
-    assert built.build(*options, VERSION_OF_COMPILERS=version) == EVERYTHING
+    """nvcc calls the C++ compiler, so a new version of that one makes everything."""
+    assert built.build(*options, **{f"VERSION_OF_{newer}": "2"}) == expected
 
 
 def test_two_torches_keep_their_own_objects(built: BuildTree) -> None:
