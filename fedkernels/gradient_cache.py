@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedkernels.internal import checks
+from fedkernels.internal.autograd import has_tangent
 from fedkernels.internal.two_passes import Part, second_pass
 
 
@@ -24,7 +25,8 @@ class GradientCache:
     encoder to one call: the ranks of DistributedDataParallel then exchange gradients once, in the last mini-batch.
 
     BatchNorm in training mode takes its statistics from mini-batches, each twice, so the embeddings and gradients are
-    not those of the whole batch. There are no second derivatives, and ``torch.func`` is not supported.
+    not those of the whole batch. There are no second derivatives and no forward mode, and ``torch.func`` is not
+    supported: each raises a RuntimeError.
 
     Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache).
 
@@ -65,6 +67,8 @@ class GradientCache:
         if not inputs:
             raise ValueError("inputs must hold at least one input of the encoder, got none")
         counts = [_rows(f"inputs[{index}]", given) for index, given in enumerate(inputs)]
+        if has_tangent(*_tensors(inputs), *_weights(self.encoder)):
+            raise RuntimeError("GradientCache has no forward mode: autograd would take the derivative for zero")
         start = torch.empty(0, requires_grad=True)  # autograd calls a backward pass for inputs with a gradient alone
         embeddings = _Encoding.apply(self, inputs, counts, start)
         return embeddings if len(inputs) > 1 else embeddings[0]

@@ -20,6 +20,8 @@ Ranks may have batches of different sizes: see ``reduction``.
 All ranks of the group have to call the loss, and its backward pass, the same number of times in the same order. If a
 rank dies, the others get the error of the process group's backend or, at the latest, its timeout
 (``torch.distributed.init_process_group(timeout=...)``).
+
+The contrastive losses have first derivatives only; a second one and forward mode are a RuntimeError.
 """
 
 from fedkernels.distributed._ranks import Method as Method

@@ -20,7 +20,7 @@ from fedkernels.distributed._block import (
 )
 from fedkernels.distributed._labels import gather_labels
 from fedkernels.distributed._ranks import describe, exchange, named_group
-from fedkernels.internal.autograd import keep_missing_as_none, needs_gradient
+from fedkernels.internal.autograd import has_tangent, keep_missing_as_none, needs_gradient
 from fedkernels.internal.contrastive_cuda import add_weighted, in_units, inner_product, product
 from fedkernels.reference._precision import compute_dtype, no_autocast
 
@@ -67,6 +67,8 @@ def distributed_loss(
         reduction: "mean", "sum" or "none".
         labels: int64 [B], for "supervised_contrastive_loss".
     """
+    if has_tangent(query, key, scale):
+        raise RuntimeError("the distributed losses have no forward mode: autograd would take the derivative for zero")
     key_gradient = needs_gradient(key)
     gradient = key_gradient or needs_gradient(query) or needs_gradient(scale)
     labels = query.new_empty(0, dtype=torch.int64) if labels is None else labels.contiguous()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -225,8 +226,10 @@ def test_weights_and_inputs_that_change_between_the_passes_are_an_error(what):
         loss.backward()
 
 
-def test_a_second_derivative_is_refused():
-    """Autograd would take the weights' gradients for constants."""
+def test_second_derivatives_and_forward_mode_are_refused():
+    """Autograd would take them for zero."""
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward mode"):
+        GradientCache(encoder(), 4)(forward_ad.make_dual(batch(0), batch(1)))
     loss = GradientCache(encoder(), 4)(batch(0)).square().sum()
     with pytest.raises(RuntimeError, match="no second derivative .* leave create_graph False"):
         loss.backward(create_graph=True)

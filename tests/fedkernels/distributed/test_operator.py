@@ -113,8 +113,10 @@ def test_autocast_narrows_nothing():
     torch.testing.assert_close(inside, distributed.info_nce(query, key, 0.5), rtol=0, atol=0)
 
 
-def test_a_second_derivative_is_an_error():
+def test_second_derivatives_and_forward_mode_are_errors():
     query, key = inputs((4, 3), (4, 3))
+    with pytest.raises(RuntimeError, match="no forward mode"):
+        torch.func.jvp(lambda key: distributed.info_nce(query, key, 0.5), (key.detach(),), (query.detach(),))
     (gradient,) = torch.autograd.grad(distributed.info_nce(query, key, 0.5), query, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradient.sum().backward()
