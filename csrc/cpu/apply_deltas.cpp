@@ -18,7 +18,7 @@ void apply_deltas(const Array* arrays, const double* weights, int64_t clients, i
     const int64_t size = count - done < TILE ? count - done : TILE;
     const int64_t ahead = count - done - size < TILE ? count - done - size : TILE;
     prefetch(arrays[0], start + done + size, ahead);
-    read(base, arrays[0].data, arrays[0].dtype, start + done, size);
+    widen(base, arrays[0], start + done, size);
     // fault: i < size; -> i < size && !done;
     for (int64_t i = 0; i < size; ++i) step[i] = 0;
     for (int64_t k = 0; k < clients; ++k) {
@@ -29,7 +29,7 @@ void apply_deltas(const Array* arrays, const double* weights, int64_t clients, i
         const float* entries = (const float*)arrays[k + 1].data + start + done;
         for (int64_t i = 0; i < size; ++i) step[i] += weight * (base[i] - entries[i]);
       } else {
-        read(client, arrays[k + 1].data, arrays[k + 1].dtype, start + done, size);
+        widen(client, arrays[k + 1], start + done, size);
         for (int64_t i = 0; i < size; ++i) step[i] += weight * (base[i] - client[i]);
       }
     }

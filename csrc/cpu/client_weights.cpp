@@ -46,7 +46,7 @@ struct Solver {
     bool finite = true;
     for (int64_t i = 0; i < clients; ++i) {
       double* row = factor + i * pitch;
-      read(row, gram.data, gram.dtype, start + i * clients, clients);
+      widen(row, gram, start + i * clients, clients);
       for (int64_t j = 0; j < clients; ++j) {
         finite &= magnitude(row[j]) <= 1.7976931348623157e308;
         largest = magnitude(row[j]) > largest ? magnitude(row[j]) : largest;

@@ -8,10 +8,10 @@ namespace fedkernels {
 
 constexpr int64_t WEIGHTS_BLOCK = 32;  // columns of the Cholesky factor that are finished together
 
-inline int64_t weights_pitch(int64_t clients) { return (clients + WEIGHTS_BLOCK - 1) / WEIGHTS_BLOCK * WEIGHTS_BLOCK; }
+static inline int64_t weights_pitch(int64_t clients) { return (clients + WEIGHTS_BLOCK - 1) / WEIGHTS_BLOCK * WEIGHTS_BLOCK; }
 
 // Doubles of workspace: the scaled matrix, its factor, and some vectors.
-inline int64_t weights_workspace(int64_t clients) {
+static inline int64_t weights_workspace(int64_t clients) {
   const int64_t pitch = weights_pitch(clients);
   return 2 * pitch * pitch + 8 * pitch;
 }

@@ -71,7 +71,7 @@ inline void subtract(const double* __restrict base, const Array& array, int64_t 
     const float* entries = (const float*)array.data + start;
     for (int64_t i = 0; i < count; ++i) out[i] = base[i] - entries[i];
   } else {
-    read(out, array.data, array.dtype, start, count);
+    widen(out, array, start, count);
     for (int64_t i = 0; i < count; ++i) out[i] = base[i] - out[i];
   }
 }
@@ -88,7 +88,7 @@ void delta_gram(const Array* arrays, int64_t clients, int64_t start, int64_t cou
     const int64_t size = count - done < tile ? count - done : tile;
     const int64_t ahead = count - done - size < tile ? count - done - size : tile;
     const int64_t even = (size + LANES - 1) / LANES * LANES;
-    read(base, arrays[0].data, arrays[0].dtype, start + done, size);
+    widen(base, arrays[0], start + done, size);
     for (int64_t k = 0; k < clients; ++k) {
       double* const delta = deltas + k * tile;
       subtract(base, arrays[k + 1], start + done, size, delta);

@@ -8,18 +8,18 @@ namespace fedkernels {
 
 constexpr int64_t DELTA_GRAM_ROWS = 5;  // K is padded to a multiple of it
 
-inline int64_t delta_gram_padded(int64_t clients) {
+static inline int64_t delta_gram_padded(int64_t clients) {
   return (clients + DELTA_GRAM_ROWS - 1) / DELTA_GRAM_ROWS * DELTA_GRAM_ROWS;
 }
 
 // Entries of each client that are widened at a time: with few clients they stay in the first-level cache.
-inline int64_t delta_gram_tile(int64_t padded_clients) {
+static inline int64_t delta_gram_tile(int64_t padded_clients) {
   const int64_t tile = 4096 / padded_clients / 64 * 64;
   return tile < 64 ? 64 : tile > 512 ? 512 : tile;
 }
 
 // Doubles of workspace: the tile of the global tensor and of all clients, and eight partial sums for each pair of them.
-inline int64_t delta_gram_workspace(int64_t padded_clients) {
+static inline int64_t delta_gram_workspace(int64_t padded_clients) {
   return (padded_clients + 1) * delta_gram_tile(padded_clients) + padded_clients * padded_clients * 8;
 }
 

@@ -66,25 +66,6 @@ __attribute__((always_inline)) static inline void tile(const T* left, int64_t le
   }
 }
 
-// `count` entries of an array, as T.
-template <class T>
-static inline void widen(T* out, const Array& array, int64_t start, int64_t count) {
-  switch (array.dtype) {
-    case DType::f64:
-      for (int64_t i = 0; i < count; ++i) out[i] = (T)((const double*)array.data)[start + i];
-      break;
-    case DType::f32:
-      for (int64_t i = 0; i < count; ++i) out[i] = ((const float*)array.data)[start + i];
-      break;
-    case DType::bf16:
-      for (int64_t i = 0; i < count; ++i) out[i] = bfloat_to_float(((const uint16_t*)array.data)[start + i]);
-      break;
-    case DType::f16:
-      for (int64_t i = 0; i < count; ++i) out[i] = half_to_float(((const uint16_t*)array.data)[start + i]);
-      break;
-  }
-}
-
 template <class T>
 static inline bool holds(const Array& array) {
   return array.dtype == (sizeof(T) == 8 ? DType::f64 : DType::f32);

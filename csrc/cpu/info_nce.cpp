@@ -322,17 +322,8 @@ int64_t solve(const InfoNCEProblem& problem, const Threads& threads, char* at) {
 
 }  // namespace
 
-int64_t info_nce_memory(const InfoNCEProblem& problem, int64_t workers) {
-  const Threads threads{nullptr, workers};
-  return problem.wide ? solve<double>(problem, threads, nullptr) : solve<float>(problem, threads, nullptr);
-}
-
-void info_nce(const InfoNCEProblem& problem, const Threads& threads, void* memory) {
-  if (problem.wide) {
-    solve<double>(problem, threads, (char*)memory);
-  } else {
-    solve<float>(problem, threads, (char*)memory);
-  }
+int64_t info_nce(const InfoNCEProblem& problem, const Threads& threads, void* memory) {
+  return problem.wide ? solve<double>(problem, threads, (char*)memory) : solve<float>(problem, threads, (char*)memory);
 }
 
 }  // namespace fedkernels::FEDKERNELS_ISA

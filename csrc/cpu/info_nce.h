@@ -20,6 +20,5 @@ struct InfoNCEProblem {
 
 }  // namespace fedkernels
 
-// Bytes of memory, aligned to 64, that info_nce wants for this problem.
-FEDKERNELS_DECLARE(info_nce_memory, int64_t, const InfoNCEProblem& problem, int64_t workers)
-FEDKERNELS_DECLARE(info_nce, void, const InfoNCEProblem& problem, const Threads& threads, void* memory)
+// -> The bytes of memory, aligned to 64, that a problem wants. Where `memory` is null that is all that is done.
+FEDKERNELS_DECLARE(info_nce, int64_t, const InfoNCEProblem& problem, const Threads& threads, void* memory)

@@ -246,18 +246,17 @@ struct NTXent {
   }
 };
 
-}  // namespace
-
-int64_t nt_xent_memory(const NTXentProblem& problem, int64_t workers) {
-  return problem.wide ? NTXent<double>(problem, workers, nullptr).used : NTXent<float>(problem, workers, nullptr).used;
+template <class T>
+int64_t solve(const NTXentProblem& problem, const Threads& threads, void* memory) {
+  const NTXent<T> solver(problem, threads.workers, (char*)memory);
+  if (memory) solver.solve(threads);
+  return solver.used;
 }
 
-void nt_xent(const NTXentProblem& problem, const Threads& threads, void* memory) {
-  if (problem.wide) {
-    NTXent<double>(problem, threads.workers, (char*)memory).solve(threads);
-  } else {
-    NTXent<float>(problem, threads.workers, (char*)memory).solve(threads);
-  }
+}  // namespace
+
+int64_t nt_xent(const NTXentProblem& problem, const Threads& threads, void* memory) {
+  return problem.wide ? solve<double>(problem, threads, memory) : solve<float>(problem, threads, memory);
 }
 
 }  // namespace fedkernels::FEDKERNELS_ISA

@@ -19,6 +19,5 @@ struct NTXentProblem {
 
 }  // namespace fedkernels
 
-// Bytes of memory, aligned to 64, that nt_xent wants for this problem.
-FEDKERNELS_DECLARE(nt_xent_memory, int64_t, const NTXentProblem& problem, int64_t workers)
-FEDKERNELS_DECLARE(nt_xent, void, const NTXentProblem& problem, const Threads& threads, void* memory)
+// -> The bytes of memory, aligned to 64, that a problem wants. Where `memory` is null that is all that is done.
+FEDKERNELS_DECLARE(nt_xent, int64_t, const NTXentProblem& problem, const Threads& threads, void* memory)

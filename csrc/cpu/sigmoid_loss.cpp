@@ -100,30 +100,17 @@ struct SigmoidLoss {
 };
 
 template <class T>
-int64_t memory_of(const SigmoidLossProblem& problem, int64_t workers) {
-  Memory memory{nullptr};
-  SigmoidLoss<T>(problem, memory, workers);
-  return memory.used;
-}
-
-template <class T>
-void solve(const SigmoidLossProblem& problem, const Threads& threads, void* at) {
+int64_t solve(const SigmoidLossProblem& problem, const Threads& threads, void* at) {
   Memory memory{(char*)at};
-  SigmoidLoss<T>(problem, memory, threads.workers).solve(threads);
+  const SigmoidLoss<T> loss(problem, memory, threads.workers);
+  if (at) loss.solve(threads);
+  return memory.used;
 }
 
 }  // namespace
 
-int64_t sigmoid_loss_memory(const SigmoidLossProblem& problem, int64_t workers) {
-  return problem.wide ? memory_of<double>(problem, workers) : memory_of<float>(problem, workers);
-}
-
-void sigmoid_loss(const SigmoidLossProblem& problem, const Threads& threads, void* memory) {
-  if (problem.wide) {
-    solve<double>(problem, threads, memory);
-  } else {
-    solve<float>(problem, threads, memory);
-  }
+int64_t sigmoid_loss(const SigmoidLossProblem& problem, const Threads& threads, void* memory) {
+  return problem.wide ? solve<double>(problem, threads, memory) : solve<float>(problem, threads, memory);
 }
 
 }  // namespace fedkernels::FEDKERNELS_ISA

@@ -18,6 +18,5 @@ struct SigmoidLossProblem {
 
 }  // namespace fedkernels
 
-// Bytes of memory, aligned to 64, that sigmoid_loss wants for this problem.
-FEDKERNELS_DECLARE(sigmoid_loss_memory, int64_t, const SigmoidLossProblem& problem, int64_t workers)
-FEDKERNELS_DECLARE(sigmoid_loss, void, const SigmoidLossProblem& problem, const Threads& threads, void* memory)
+// -> The bytes of memory, aligned to 64, that a problem wants. Where `memory` is null that is all that is done.
+FEDKERNELS_DECLARE(sigmoid_loss, int64_t, const SigmoidLossProblem& problem, const Threads& threads, void* memory)

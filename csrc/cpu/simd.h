@@ -89,20 +89,21 @@ static inline uint16_t float_to_half(float value) {
   return (uint16_t)(sign | (bits >> 13));
 }
 
-// `count` entries of `source` from entry `start`, widened.
-static inline void read(double* out, const void* source, DType dtype, int64_t start, int64_t count) {
-  switch (dtype) {
+// `count` entries of an array, as T.
+template <class T>
+static inline void widen(T* out, const Array& array, int64_t start, int64_t count) {
+  switch (array.dtype) {
     case DType::f64:
-      __builtin_memcpy(out, (const double*)source + start, count * 8);
+      for (int64_t i = 0; i < count; ++i) out[i] = (T)((const double*)array.data)[start + i];
       break;
     case DType::f32:
-      for (int64_t i = 0; i < count; ++i) out[i] = ((const float*)source)[start + i];
+      for (int64_t i = 0; i < count; ++i) out[i] = ((const float*)array.data)[start + i];
       break;
     case DType::bf16:
-      for (int64_t i = 0; i < count; ++i) out[i] = bfloat_to_float(((const uint16_t*)source)[start + i]);
+      for (int64_t i = 0; i < count; ++i) out[i] = bfloat_to_float(((const uint16_t*)array.data)[start + i]);
       break;
     case DType::f16:
-      for (int64_t i = 0; i < count; ++i) out[i] = half_to_float(((const uint16_t*)source)[start + i]);
+      for (int64_t i = 0; i < count; ++i) out[i] = half_to_float(((const uint16_t*)array.data)[start + i]);
       break;
   }
 }

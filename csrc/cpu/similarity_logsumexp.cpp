@@ -195,45 +195,21 @@ struct Similarity {
 };
 
 template <class T>
-int64_t memory_of(const SimilarityProblem& problem, const SimilarityGradients* gradients, int64_t workers) {
-  Memory memory{nullptr};
-  Similarity<T>(problem, gradients, memory, workers);
-  return memory.used;
-}
-
-template <class T>
-void solve(const SimilarityProblem& problem, const SimilarityGradients* gradients, const Threads& threads, void* at) {
+int64_t solve(const SimilarityProblem& problem, const SimilarityGradients* gradients, const Threads& threads,
+              void* at) {
   Memory memory{(char*)at};
   const Similarity<T> similarity(problem, gradients, memory, threads.workers);
-  if (gradients) {
-    similarity.weigh(threads);
-  } else {
-    similarity.sum(threads);
-  }
+  if (at && gradients) similarity.weigh(threads);
+  if (at && !gradients) similarity.sum(threads);
+  return memory.used;
 }
 
 }  // namespace
 
-int64_t similarity_logsumexp_memory(const SimilarityProblem& problem, const SimilarityGradients* gradients,
-                                    int64_t workers) {
-  return problem.wide ? memory_of<double>(problem, gradients, workers) : memory_of<float>(problem, gradients, workers);
-}
-
-void similarity_logsumexp(const SimilarityProblem& problem, const Threads& threads, void* memory) {
-  if (problem.wide) {
-    solve<double>(problem, nullptr, threads, memory);
-  } else {
-    solve<float>(problem, nullptr, threads, memory);
-  }
-}
-
-void similarity_logsumexp_gradients(const SimilarityProblem& problem, const SimilarityGradients& gradients,
-                                    const Threads& threads, void* memory) {
-  if (problem.wide) {
-    solve<double>(problem, &gradients, threads, memory);
-  } else {
-    solve<float>(problem, &gradients, threads, memory);
-  }
+int64_t similarity_logsumexp(const SimilarityProblem& problem, const SimilarityGradients* gradients,
+                             const Threads& threads, void* memory) {
+  return problem.wide ? solve<double>(problem, gradients, threads, memory)
+                      : solve<float>(problem, gradients, threads, memory);
 }
 
 }  // namespace fedkernels::FEDKERNELS_ISA

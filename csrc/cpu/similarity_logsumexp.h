@@ -29,9 +29,7 @@ struct SimilarityGradients {
 
 }  // namespace fedkernels
 
-// Bytes of memory, aligned to 64, that the two functions want for this problem.
-FEDKERNELS_DECLARE(similarity_logsumexp_memory, int64_t, const SimilarityProblem& problem,
-                   const SimilarityGradients* gradients, int64_t workers)
-FEDKERNELS_DECLARE(similarity_logsumexp, void, const SimilarityProblem& problem, const Threads& threads, void* memory)
-FEDKERNELS_DECLARE(similarity_logsumexp_gradients, void, const SimilarityProblem& problem,
-                   const SimilarityGradients& gradients, const Threads& threads, void* memory)
+// The log-sum-exps, or with `gradients` their gradients. -> The bytes of memory, aligned to 64, that a problem wants.
+// Where `memory` is null that is all that is done.
+FEDKERNELS_DECLARE(similarity_logsumexp, int64_t, const SimilarityProblem& problem,
+                   const SimilarityGradients* gradients, const Threads& threads, void* memory)

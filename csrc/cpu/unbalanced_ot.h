@@ -31,11 +31,11 @@ struct TransportSolution {
 constexpr int64_t TRANSPORT_GROUP = 8;  // a row's candidates are padded to a multiple of it
 
 // Rows or columns with their padding, at least one.
-inline int64_t transport_pitch(int64_t count) { return (count / TRANSPORT_GROUP + 1) * TRANSPORT_GROUP; }
+static inline int64_t transport_pitch(int64_t count) { return (count / TRANSPORT_GROUP + 1) * TRANSPORT_GROUP; }
 
 // Doubles of workspace for the steps on candidates: 13 vectors of rows and 11 of columns, and for each candidate its
 // cost, four plans and its column in 32 bits. There is room for all entries as candidates; few are ever touched.
-inline int64_t candidates_workspace(int64_t rows, int64_t columns) {
+static inline int64_t candidates_workspace(int64_t rows, int64_t columns) {
   const int64_t candidates = rows * transport_pitch(columns);
   return 13 * transport_pitch(rows) + 11 * transport_pitch(columns) + 5 * candidates + candidates / 2;
 }
@@ -43,17 +43,17 @@ inline int64_t candidates_workspace(int64_t rows, int64_t columns) {
 constexpr int64_t INTERIOR_BLOCK = 32;  // columns of the interior point's factor that are finished together
 
 // Rows or columns with their padding, at least one.
-inline int64_t interior_pitch(int64_t count) { return (count / INTERIOR_BLOCK + 1) * INTERIOR_BLOCK; }
+static inline int64_t interior_pitch(int64_t count) { return (count / INTERIOR_BLOCK + 1) * INTERIOR_BLOCK; }
 
-// The same for the interior point: 8 vectors of either side, 5 matrices of all entries and the factor. It touches them
-// only in a problem that the steps on candidates do not solve in time.
-inline int64_t interior_workspace(int64_t rows, int64_t columns) {
+// The same for the interior point: 8 vectors of either side, 5 matrices of all entries, one of them with rows up to a
+// multiple of 4, and the factor. It touches them only in a problem that the steps on candidates do not solve in time.
+static inline int64_t interior_workspace(int64_t rows, int64_t columns) {
   const int64_t shorter = rows < columns ? rows : columns, longer = rows < columns ? columns : rows;
-  const int64_t pitch = interior_pitch(shorter), entries = pitch * transport_pitch(longer);
-  return 8 * pitch + 8 * transport_pitch(longer) + 5 * entries + pitch * pitch;
+  const int64_t pitch = interior_pitch(shorter), rows_of_all = 4 * shorter + (shorter + 3) / 4 * 4;
+  return 8 * pitch + (8 + rows_of_all) * transport_pitch(longer) + pitch * pitch;
 }
 
-inline int64_t transport_workspace(int64_t rows, int64_t columns) {
+static inline int64_t transport_workspace(int64_t rows, int64_t columns) {
   return candidates_workspace(rows, columns) + interior_workspace(rows, columns);
 }
 

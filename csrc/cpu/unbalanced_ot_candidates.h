@@ -101,13 +101,13 @@ struct Candidates {
     for (Plan* each : plans) each->entries = take(rows * pitch);
     cost = take(rows * pitch);
     column = (int32_t*)workspace;
-    read(a, problem.a.data, problem.a.dtype, problem.a_start, rows);
-    read(b, problem.b.data, problem.b.dtype, problem.b_start, columns);
+    widen(a, problem.a, problem.a_start, rows);
+    widen(b, problem.b, problem.b_start, columns);
     for (int64_t j = columns; j < pitch; ++j) row[j] = INFINITE;
   }
 
   void read_row(int64_t i) const {
-    read(row, problem.cost.data, problem.cost.dtype, problem.cost_start + i * columns, columns);
+    widen(row, problem.cost, problem.cost_start + i * columns, columns);
   }
 
   // The first candidates are chosen by the gradient at plan = 0: cost - tau_a a_i - tau_b b_j, and 0 where it is above.
@@ -253,7 +253,7 @@ struct Candidates {
         } else {
           const int32_t j = list[more--];
           column[to] = j;
-          read(cost + to, problem.cost.data, problem.cost.dtype, problem.cost_start + i * columns + j, 1);
+          widen(cost + to, problem.cost, problem.cost_start + i * columns + j, 1);
           plan.entries[to] = previous.entries[to] = best.entries[to] = 0;
         }
       }

@@ -58,23 +58,25 @@ struct InteriorPoint {
     excess = take(shorter.pitch);
     own = take(longer.pitch);
     root = take(longer.pitch);
-    const int64_t size = shorter.pitch * longer.pitch;
+    const int64_t size = shorter.count * longer.pitch;
     cost = take(size);
     plan = take(size);
     weights = take(size);
-    scaled = take(size);
+    scaled = take(rows_of_scaled() * longer.pitch);
     kept = take(size);
     factor = take(shorter.pitch * shorter.pitch);
   }
 
+  int64_t rows_of_scaled() const { return (shorter.count + 3) / 4 * 4; }  // it is read in groups of four rows
+
   static void zeros(double* at, int64_t count) { __builtin_memset(at, 0, count * 8); }
 
   void read_cost() {
-    for (int64_t k = 0; k < shorter.pitch * longer.pitch; ++k) cost[k] = INFINITE;
+    for (int64_t k = 0; k < shorter.count * longer.pitch; ++k) cost[k] = INFINITE;
     for (int64_t i = 0; i < problem.rows; ++i) {
       double* row = transposed ? own : cost + i * longer.pitch;
       // `own` is as long as the longer side, and so at least as long as a row.
-      read(row, problem.cost.data, problem.cost.dtype, problem.cost_start + i * problem.columns, problem.columns);
+      widen(row, problem.cost, problem.cost_start + i * problem.columns, problem.columns);
       for (int64_t j = 0; j < problem.columns; ++j) {
         entries += row[j] < INFINITE;
         if (transposed) cost[j * longer.pitch + i] = row[j];
@@ -114,7 +116,7 @@ struct InteriorPoint {
   void start() {
     zeros(shorter.duals, VECTORS * shorter.pitch);
     zeros(longer.duals, VECTORS * longer.pitch);
-    zeros(scaled, shorter.pitch * longer.pitch);  // its last rows fill up a group of four
+    zeros(scaled, rows_of_scaled() * longer.pitch);
     read_cost();
     largest_feasible();
     __builtin_memcpy(shorter.duals, shorter.best, shorter.count * 8);

@@ -44,9 +44,9 @@ static std::tuple<Tensor, Tensor> add_products_cpu(Tensor block, std::vector<int
                                 sums.data(),
                                 static_cast<double*>(data_or_null(norms)),
                                 static_cast<double*>(data_or_null(weighted))};
-  const Threads threads = torch_threads();
-  const auto memory = kernel_memory(FEDKERNELS_BEST(add_products)(problem, threads, nullptr));
-  FEDKERNELS_BEST(add_products)(problem, threads, memory.get());
+  run_kernel([&](const Threads& threads, void* memory) {
+    return FEDKERNELS_BEST(add_products)(problem, threads, memory);
+  });
   return {norms, weighted};
 }
 

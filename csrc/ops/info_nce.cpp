@@ -20,9 +20,9 @@ static Tensor solve(InfoNCEProblem& problem, const Tensor& query_gradient, const
   problem.losses = losses.data_ptr();
   problem.query_gradient = data_or_null(query_gradient);
   problem.key_gradient = data_or_null(key_gradient);
-  const Threads threads = torch_threads();
-  const auto memory = kernel_memory(FEDKERNELS_BEST(info_nce_memory)(problem, threads.workers));
-  FEDKERNELS_BEST(info_nce)(problem, threads, memory.get());
+  run_kernel([&](const Threads& threads, void* memory) {
+    return FEDKERNELS_BEST(info_nce)(problem, threads, memory);
+  });
   return losses;
 }
 

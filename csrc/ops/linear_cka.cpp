@@ -191,9 +191,9 @@ static Tensor all_pairs(const std::vector<Tensor>& xs, const std::vector<Tensor>
   const int64_t count = all.size(), first = xs.size(), columns = ys.empty() ? first : ys.size();
   std::vector<double> values(first * columns);
   const CKAPairwiseProblem problem{all.data(), count, first, rows, centered, debiased, wide, values.data(), own};
-  const Threads threads = torch_threads();
-  const auto memory = kernel_memory(FEDKERNELS_BEST(linear_cka_pairwise)(problem, threads, nullptr));
-  FEDKERNELS_BEST(linear_cka_pairwise)(problem, threads, memory.get());
+  run_kernel([&](const Threads& threads, void* memory) {
+    return FEDKERNELS_BEST(linear_cka_pairwise)(problem, threads, memory);
+  });
   const Tensor result = torch::stable::empty({first, columns}, result_dtype(wide || own));
   for (int64_t i = 0; i < first * columns; ++i) set(result, i, values[i]);
   return result;

@@ -18,9 +18,9 @@ static Tensor solve(NTXentProblem& problem, const Tensor& gradient) {
   Tensor losses = torch::stable::empty({2 * problem.batch}, result_dtype(problem.wide));
   problem.losses = losses.data_ptr();
   problem.gradient = data_or_null(gradient);
-  const Threads threads = torch_threads();
-  const auto memory = kernel_memory(FEDKERNELS_BEST(nt_xent_memory)(problem, threads.workers));
-  FEDKERNELS_BEST(nt_xent)(problem, threads, memory.get());
+  run_kernel([&](const Threads& threads, void* memory) {
+    return FEDKERNELS_BEST(nt_xent)(problem, threads, memory);
+  });
   return losses;
 }
 

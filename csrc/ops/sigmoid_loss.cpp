@@ -24,9 +24,9 @@ static std::tuple<Tensor, Tensor, Tensor> sigmoid_loss_cpu(Tensor query, Tensor 
   problem.losses = static_cast<double*>(losses.data_ptr());
   problem.query_gradient = data_or_null(to_query);
   problem.key_gradient = data_or_null(to_key);
-  const Threads threads = torch_threads();
-  const auto memory = kernel_memory(FEDKERNELS_BEST(sigmoid_loss_memory)(problem, threads.workers));
-  FEDKERNELS_BEST(sigmoid_loss)(problem, threads, memory.get());
+  run_kernel([&](const Threads& threads, void* memory) {
+    return FEDKERNELS_BEST(sigmoid_loss)(problem, threads, memory);
+  });
   return {reduced(losses, "sum"), to_query, to_key};
 }
 

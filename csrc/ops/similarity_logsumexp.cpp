@@ -54,9 +54,9 @@ static std::tuple<Tensor, Tensor, Tensor> similarity_logsumexp_cpu(Tensor query,
   problem.rows = static_cast<double*>(of_rows.data_ptr());
   problem.columns = static_cast<double*>(data_or_null(of_columns));
   problem.positive_logits = static_cast<double*>(data_or_null(of_positives));
-  const Threads threads = torch_threads();
-  const auto memory = kernel_memory(FEDKERNELS_BEST(similarity_logsumexp_memory)(problem, nullptr, threads.workers));
-  FEDKERNELS_BEST(similarity_logsumexp)(problem, threads, memory.get());
+  run_kernel([&](const Threads& threads, void* memory) {
+    return FEDKERNELS_BEST(similarity_logsumexp)(problem, nullptr, threads, memory);
+  });
   return {of_rows, of_columns, of_positives};
 }
 
@@ -81,9 +81,9 @@ static std::tuple<Tensor, Tensor> similarity_logsumexp_gradients_cpu(
   Tensor to_key = gradient_of(key, problem.wide, key_gradient);
   gradients.query_gradient = data_or_null(to_query);
   gradients.key_gradient = data_or_null(to_key);
-  const Threads threads = torch_threads();
-  const auto memory = kernel_memory(FEDKERNELS_BEST(similarity_logsumexp_memory)(problem, &gradients, threads.workers));
-  FEDKERNELS_BEST(similarity_logsumexp_gradients)(problem, gradients, threads, memory.get());
+  run_kernel([&](const Threads& threads, void* memory) {
+    return FEDKERNELS_BEST(similarity_logsumexp)(problem, &gradients, threads, memory);
+  });
   return {to_query, to_key};
 }
 

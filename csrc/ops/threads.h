@@ -45,4 +45,11 @@ inline std::unique_ptr<char, Free> kernel_memory(int64_t bytes) {
   return std::unique_ptr<char, Free>(memory);
 }
 
+// kernel(threads, memory) with as much memory as it tells that it wants, by torch's threads.
+template <class Kernel>
+void run_kernel(const Kernel& kernel) {
+  const Threads threads = torch_threads();
+  kernel(threads, kernel_memory(kernel(threads, nullptr)).get());
+}
+
 }  // namespace fedkernels
