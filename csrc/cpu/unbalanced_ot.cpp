@@ -330,9 +330,9 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
   }
   double best_value = solver.penalties(solver.best), best_size = best_value, best_bound = -INFINITE;
   const double rounding = ROUNDING * best_value;
-  const auto gap_to = [&](double bound) {
+  const auto gap_to = [&](double bound, double hidden) {
     const double distance = best_value - bound;
-    return distance <= rounding ? 0.0 : distance / best_size;
+    return distance <= hidden ? 0.0 : distance / best_size;
   };
   InteriorPoint interior(problem, solver.a, solver.b, workspace + candidates_workspace(rows, columns));
   const int64_t in_time = patience(problem);
@@ -355,10 +355,12 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
             interior.keep(solver.best.row_sums, solver.best.column_sums);
             best_is_interior = true;
           }
-          gap = gap_to(best_bound);
+          // Its duals are no differences: less is hidden by rounding, unless the optimum is 0.
+          gap = gap_to(best_bound, best_size > rounding ? ROUNDING * best_size : rounding);
           if (gap <= problem.tol) break;
         }
       }
+      if (gap > problem.tol) gap = gap_to(best_bound, rounding);
       continue;
     }
     ++iteration;
@@ -378,12 +380,12 @@ void unbalanced_ot(const TransportProblem& problem, double* workspace, Transport
       solver.copy(solver.plan, solver.best);
       best_is_interior = false;
     }
-    if (on_candidates && !last && gap_to(solver.bound_of_candidates()) > goal) continue;
+    if (on_candidates && !last && gap_to(solver.bound_of_candidates(), rounding) > goal) continue;
 
     solution->iterations = iteration;
     solver.look_at_all();
     best_bound = max(solver.whole_bound(), best_bound);
-    gap = gap_to(best_bound);
+    gap = gap_to(best_bound, rounding);
     if (on_candidates && gap > problem.tol) {
       if (gap < gap_at_drop / 2) {  // so that none can come and go for ever
         solver.drop_idle();

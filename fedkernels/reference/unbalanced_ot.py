@@ -8,7 +8,8 @@ certifies both. It is taken relative to <|C|, pi> + the penalties, which is the 
 
 u = tau_a (a - pi 1) is rounded by eps tau_a a, and so is the dual value by 2 eps (tau_a/2 |a|^2 + tau_b/2 |b|^2). In
 brackets is the value of pi = 0. A distance below 8 eps times this value counts as 0: else an optimum of 0 would never
-be reached, for no distance is small relative to it.
+be reached, for no distance is small relative to it. The interior point's duals are no such differences: while it runs,
+only a distance below 8 eps times what it is relative to counts as 0, unless that itself is hidden by rounding.
 """
 
 from dataclasses import dataclass
@@ -154,19 +155,25 @@ class _Best:
         while self.steps < last and bool((self.gap > tol).any()):
             method.step()
             self.steps += 1
-            self.offer(method.sparse_plan(), method.u, method.v, tol)
-            self.offer(method.plan, method.u, method.v, tol)  # which is better while there is far to go
+            self.offer(method.sparse_plan(), method.u, method.v, tol, exact=True)
+            self.offer(method.plan, method.u, method.v, tol, exact=True)  # which is better while there is far to go
+        hidden = (self.gap > tol) & (self.value - self.bound <= self.rounding)
+        self.gap = torch.where(hidden, 0, self.gap)
 
-    def offer(self, plan: Tensor, u: Tensor, v: Tensor, tol: float) -> None:
-        """Takes over plan and bound where they are better, in the problems that are not solved."""
+    def offer(self, plan: Tensor, u: Tensor, v: Tensor, tol: float, exact: bool = False) -> None:
+        """Takes over plan and bound where they are better, in the problems that are not solved.
+
+        `exact`: u and v are no differences.
+        """
         active = self.gap > tol
         value = self.problem.value(plan)
         improved = active & (value < self.value)
         self.plan = torch.where(improved[:, None, None], plan, self.plan)
         self.value = torch.where(improved, value, self.value)
         self.bound = torch.where(active, torch.fmax(self.bound, self.problem.bound(u, v)), self.bound)
-        distance = self.value - self.bound
-        gap = torch.where(distance <= self.rounding, 0, distance / self.problem.size(self.plan))
+        distance, size = self.value - self.bound, self.problem.size(self.plan)
+        rounding = torch.where(size > self.rounding, _ROUNDING * size, self.rounding) if exact else self.rounding
+        gap = torch.where(distance <= rounding, 0, distance / size)
         self.gap = torch.where(active, gap, self.gap)
         self.iterations[active] = self.steps
 
