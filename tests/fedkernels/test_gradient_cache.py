@@ -231,7 +231,7 @@ def test_second_derivatives_and_forward_mode_are_refused():
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward mode"):
         GradientCache(encoder(), 4)(forward_ad.make_dual(batch(0), batch(1)))
     loss = GradientCache(encoder(), 4)(batch(0)).square().sum()
-    with pytest.raises(RuntimeError, match="no second derivative .* leave create_graph False"):
+    with pytest.raises(RuntimeError, match=r"no second derivative .* leave create_graph False"):
         loss.backward(create_graph=True)
 
 
