@@ -116,7 +116,7 @@ class _Sums(torch.autograd.Function):
         ctx.save_for_backward(projections)
         found = projections.new_zeros((2, rule.half, projections.shape[1]), dtype=torch.float64)
         for part in _parts(projections):
-            for k, (cosine, sine) in enumerate(_turns(projections[part], rule)):
+            for k, (cosine, sine) in enumerate(_turns(part, rule)):
                 found[0, k] += cosine.sum(0, dtype=torch.float64)
                 found[1, k] += sine.sum(0, dtype=torch.float64)
         return found
@@ -126,18 +126,16 @@ class _Sums(torch.autograd.Function):
         (projections,) = ctx.saved_tensors
         t = ctx.rule.step * torch.arange(1, ctx.rule.half + 1, dtype=torch.float64, device=grad.device)
         of_cosines, of_sines = (grad * t[:, None]).to(projections.dtype)
-        result = torch.empty_like(projections)
-        for part in _parts(projections):
-            of_part = torch.zeros_like(projections[part])
-            for k, (cosine, sine) in enumerate(_turns(projections[part], ctx.rule)):
-                of_part.addcmul_(cosine, of_sines[k]).addcmul_(sine, of_cosines[k], value=-1)
-            result[part] = of_part
-        return result, None
+        parts = _parts(projections)
+        results = [torch.zeros_like(part) for part in parts]
+        for part, to in zip(parts, results, strict=True):
+            for k, (cosine, sine) in enumerate(_turns(part, ctx.rule)):
+                to.addcmul_(cosine, of_sines[k]).addcmul_(sine, of_cosines[k], value=-1)
+        return torch.cat(results), None
 
 
-def _parts(projections: Tensor) -> list[slice]:
-    rows = max(_CHUNK // projections.shape[1], 1)
-    return [slice(start, start + rows) for start in range(0, max(len(projections), 1), rows)]
+def _parts(projections: Tensor) -> tuple[Tensor, ...]:
+    return projections.split(max(_CHUNK // projections.shape[1], 1))
 
 
 def _turns(projections: Tensor, rule: Rule) -> Any:
