@@ -1,7 +1,5 @@
 """The memory and operations of a training step, counted while it is taken."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A client while it works on one round."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """From a recipe to what an engine runs: the data, the clients and the method."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -5,8 +5,6 @@ are far larger than the others (outliers.py); plausible but wrong numbers pass. 
 honest client is the greater harm. The images by which a client counts are limited too.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

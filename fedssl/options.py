@@ -1,7 +1,5 @@
 """The base of every typed model that a recipe is checked against, and messages about wrong keys and values."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ docs/when_something_fails.md has the largest multiples that honest runs were mea
 the server's state, so a model that one bad answer has spoiled a little still takes the next round's honest answers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

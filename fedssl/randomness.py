@@ -7,8 +7,6 @@ On a CPU two runs with the same draws and number of threads are bit-identical. O
 an order that changes from call to call: two runs on one model of GPU are bit-identical with `deterministic_on` alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

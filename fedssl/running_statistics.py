@@ -4,8 +4,6 @@ No loss shows that they are wrong, as training normalises by its batches. An eva
 means were half a standard deviation off in every layer took 13 points of kNN accuracy on scikit-learn's digits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

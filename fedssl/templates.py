@@ -1,7 +1,5 @@
 """Fill the templates of pages, scripts and configurations."""
 
-from __future__ import annotations
-
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 

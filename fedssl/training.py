@@ -1,7 +1,5 @@
 """One client's local training."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

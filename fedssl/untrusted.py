@@ -1,7 +1,5 @@
 """Read and show files, YAML, names and code that somebody else may have written, without harm."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Aggregators join on the server what the clients send; each file has a part's client side and its server side."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """FedCA's base model: trained on the public images before the first round and sent to each client once."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """FedCA's dictionary: the clients' projections, concatenated on the server and sent to all clients."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

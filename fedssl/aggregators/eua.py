@@ -1,7 +1,5 @@
 """FedU2's efficient unified aggregator: a step that changes the deviation from every client at the same rate."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

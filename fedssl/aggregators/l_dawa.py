@@ -1,7 +1,5 @@
 """L-DAWA: each client's layer is weighted by the cosine of its angle to the global layer."""
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 from torch import Tensor

@@ -3,8 +3,6 @@
 Source: Lubana et al. 2022 (see objectives/orchestra.py), section 4, with the constants of the authors' released code.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import ClassVar
 

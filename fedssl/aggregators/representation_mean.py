@@ -1,7 +1,5 @@
 """The mean of the clients' kernels on the public images, to which Hetero-SSFL's clients align."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A mean that a few bad clients cannot move far: of every entry the largest and the smallest values are left out."""
 
-from __future__ import annotations
-
 import torch
 from pydantic import Field
 

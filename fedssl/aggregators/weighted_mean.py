@@ -1,7 +1,5 @@
 """The mean of the clients' weights, by their numbers of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The command line: the commands of the files beside this one, and one line on stderr and exit code 2 for a mistake."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Commands for runs across machines: `provision` with its own commands, `app`, `superlink` and `supernode`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path

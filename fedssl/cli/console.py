@@ -1,7 +1,5 @@
 """The terminal, and the arguments that several commands take."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated

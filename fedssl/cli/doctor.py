@@ -1,7 +1,5 @@
 """The command that shows what is installed, and what of it fedssl uses."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """Commands that show what ships, or what a recipe will do. Those that only list or show import no torch, to be fast."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Literal

@@ -3,8 +3,6 @@
 With a wrong certificate Flower's processes would try to connect for ever, so it is refused beforehand.
 """
 
-from __future__ import annotations
-
 import ssl
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone

@@ -5,8 +5,6 @@ timm and fedssl takes each of them longer than many rounds last. So `flower-supe
 that imports all of it when the first app is asked for, and forks the apps.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ Everything can be written again at any time: what is missing is added, and what 
 private key itself, by ssh-keygen: it then sends the public key, which the coordinator answers.
 """
 
-from __future__ import annotations
-
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 

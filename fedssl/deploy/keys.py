@@ -3,8 +3,6 @@
 The server's key and the authority's are PEM files on the curve P-256, a site's is one of ssh-keygen's on P-384.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Flower takes an answer in any site's name and of any number of pieces, each of which is work for its database.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import HTTPException

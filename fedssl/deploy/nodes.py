@@ -1,7 +1,5 @@
 """Flower's two processes with safe settings: `fedssl superlink` and `fedssl supernode`."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The sites' keys that a running SuperLink and the reverse proxy in front of it accept."""
 
-from __future__ import annotations
-
 import base64
 import os
 import signal

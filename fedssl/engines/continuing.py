@@ -1,7 +1,5 @@
 """Run and continue a recipe, the same under every engine: its folder and data, changed options, and the history."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone

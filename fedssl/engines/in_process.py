@@ -1,7 +1,5 @@
 """The default engine: the clients one after another, or several at a time in worker processes."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor

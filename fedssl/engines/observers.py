@@ -1,7 +1,5 @@
 """Observers of a run: objects that are called as it goes on, such as progress bars and loggers."""
 
-from __future__ import annotations
-
 import os
 import time
 import traceback

@@ -1,7 +1,5 @@
 """How long a run takes on this machine, by a few timed steps, and how many rounds a given time holds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The rounds of a run, the same under every engine: messages, answers, evaluation and commit."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

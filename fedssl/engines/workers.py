@@ -1,7 +1,5 @@
 """Train clients in worker processes, which get a client's state with each task."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import multiprocessing

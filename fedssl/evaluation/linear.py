@@ -1,7 +1,5 @@
 """Linear evaluation: how well one linear layer on the frozen encoder separates the classes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 

@@ -4,8 +4,6 @@ Tables, reports, the command line, model cards, the guard and the sites read `ME
 its function and its entry, both in this file.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

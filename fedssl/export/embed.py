@@ -1,7 +1,5 @@
 """The representations of a folder of images or of an .npz file, computed by an exported encoder."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,6 @@
 The folder holds no images, no paths of the run's data and no class names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

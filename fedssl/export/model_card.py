@@ -1,7 +1,5 @@
 """The README.md of an exported encoder: its properties, its training, and its use."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

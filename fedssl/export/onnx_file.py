@@ -3,8 +3,6 @@
 It takes pixels between 0 and 1, float32 [n, C, H, W], for any n, normalises them, and returns float32 [n, d].
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import warnings

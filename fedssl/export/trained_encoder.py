@@ -1,7 +1,5 @@
 """The encoder at the end of a finished run, as a plain network on the CPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

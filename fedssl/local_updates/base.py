@@ -1,7 +1,5 @@
 """Local updates say how a client uses the weights that it receives."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """FedEMA: mix the global model into the client's own; the less local training moved it, the larger the global share."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

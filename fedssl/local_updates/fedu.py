@@ -1,7 +1,5 @@
 """FedU: take the global predictor only if local training moved the encoder little."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Keep the client's own weights."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Keep a model of one's own beside the global one, and train both."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ..client import LocalRound

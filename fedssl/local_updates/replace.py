@@ -1,7 +1,5 @@
 """Take the server's weights."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from ..client import LocalRound

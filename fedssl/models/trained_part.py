@@ -1,7 +1,5 @@
 """What of an encoder trains (`model.train`): all of it, its last layers, or low-rank adapters of its attention."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What may change in the recipe of a run that goes on: options on which nothing that is already trained depends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

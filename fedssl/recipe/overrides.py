@@ -3,8 +3,6 @@
 No part is imported here, so that listing the recipes takes less than a second.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 from importlib import resources

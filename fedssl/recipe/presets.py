@@ -1,7 +1,5 @@
 """Presets: the settings of a recipe that belong to a kind of data, or to a paper's experiments, and not to a method."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import difflib

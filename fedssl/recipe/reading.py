@@ -1,7 +1,5 @@
 """Read a recipe and check every key: from a name, a file, a mapping or a run's folder to a `Recipe`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

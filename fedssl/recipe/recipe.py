@@ -1,7 +1,5 @@
 """Recipes: a few lines of YAML that name a method's parts, checked before anything is loaded."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

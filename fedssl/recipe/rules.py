@@ -4,8 +4,6 @@ A message names what does not go together and what to do about it. The option mo
 a part checks what it needs of its model (`check_model`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

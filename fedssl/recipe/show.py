@@ -1,7 +1,5 @@
 """Explain every key of a recipe: its value, what it means, and where the value comes from."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ kind of round, at the recipe's batch size and on tensors without numbers, which 
 A run of the recipe therefore logs the same figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial

@@ -1,7 +1,5 @@
 """evaluation.csv: the models of a run, or an exported encoder, evaluated again or on other data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 They hold images of the run's data, so everybody who gets the report sees them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 The methods' colours are Okabe and Ito's, which colour-blind readers can tell apart; after eight the line style changes.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import math

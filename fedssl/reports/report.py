@@ -1,7 +1,5 @@
 """`report.html`: one page about one or more runs, which needs no network, no scripts and no other file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain

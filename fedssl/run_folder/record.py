@@ -7,8 +7,6 @@ run.evaluated("knn", "after")        # kNN accuracy in percent after the last ro
 run.overall("loss")                  # {1: 3.1, 2: 2.7, ...}
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Schedules say which layers train and travel in a round."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """All layers train in every round."""
 
-from __future__ import annotations
-
 from .base import Plan, Schedule
 
 

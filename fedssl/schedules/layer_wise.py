@@ -1,7 +1,5 @@
 """Layer-wise training: one stage after another adds layers and freezes the earlier ones."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Progressive training: one stage after another adds layers, and all layers so far train."""
 
-from __future__ import annotations
-
 from .base import Plan
 from .layer_wise import LayerWise
 

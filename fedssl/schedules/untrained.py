@@ -1,7 +1,5 @@
 """Nothing trains: the encoder stays as it was initialised."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from .base import Plan, Schedule

@@ -1,7 +1,5 @@
 """Write a table's files: the table as text, data and pictures, beside its runs."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Read the values that a table's finished runs reached, and judge them by a fixed rule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

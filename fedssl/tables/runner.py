@@ -3,8 +3,6 @@
 Each cell is a run in OUTPUT/ROW/[SCENARIO/]seed-N/. The README lists the files that are written beside them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -4,8 +4,6 @@ The trials are a table of their own, whose rows have drawn settings and are meas
 OUTPUT/trials and OUTPUT/winners are the two tables' folders.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -3,8 +3,6 @@
 A site says in its log what it received, trained and sent, and why it takes no part.
 """
 
-from __future__ import annotations
-
 import functools
 import signal
 import threading

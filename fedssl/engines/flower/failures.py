@@ -5,8 +5,6 @@ pydantic refuses. So a text leaves the site only where its type says that it may
 others the server gets a kind and a number, and the site's own log has the text under that number.
 """
 
-from __future__ import annotations
-
 import errno
 import secrets
 import traceback

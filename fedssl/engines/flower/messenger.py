@@ -4,8 +4,6 @@ An answer is data from outside: it may be missing, broken or far too large. It i
 an answer that is not whole does not keep the others waiting.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import threading

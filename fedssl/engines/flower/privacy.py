@@ -3,8 +3,6 @@
 Under either, a client drops every number and metric that depends on its images, such as its losses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

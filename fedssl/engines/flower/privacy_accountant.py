@@ -10,8 +10,6 @@ A round in which only some clients are sampled counts in full. To count less, th
 follows from the recipe's seed, which every site has, and metrics.csv names those who took part.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Iterable

@@ -4,8 +4,6 @@ The protocol has four stages: setup, key shares, masked weights, unmasking. `mas
 and `secure_mean` runs them on the server. The cryptography is Flower's own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

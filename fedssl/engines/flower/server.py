@@ -13,8 +13,6 @@ A client keeps its states on its own disk (site.py) by the round's number. The s
 that a round that was refused, late or lost with the server is trained again from the same state.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Callable, Iterator

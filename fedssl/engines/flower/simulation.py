@@ -4,8 +4,6 @@ The clients answer one after another. What they compute is what `in_process` com
 Flower's messages, its differential privacy and its secure aggregation.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path

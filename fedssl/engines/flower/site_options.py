@@ -1,7 +1,5 @@
 """The file of a site: which client it is, its data, its device, and the apps that it runs. It imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

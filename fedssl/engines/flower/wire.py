@@ -5,8 +5,6 @@ its own, each way through the SuperLink's database: some forty a second on two c
 100 tensors would take a site's round 400 requests; as one array it takes a few.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
