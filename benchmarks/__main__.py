@@ -4,8 +4,6 @@ It measures on the CPU, or on the current GPU with ``--device cuda``; each devic
 compare two states of our own kernels: ``pytest benchmarks``. benchmarks/README.md says more.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

@@ -5,8 +5,6 @@ that an operation leaves as they are, and it draws one order of the jitter for t
 operations are torchvision's.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

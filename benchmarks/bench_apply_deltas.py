@@ -1,7 +1,5 @@
 """The server's step along the clients' weighted updates, in place: 10 clients of a ResNet-18, float32 parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -6,8 +6,6 @@ p'Gp, relative to the least: (p'Gp - f) / f with f at the best p known (ours to 
 conditions certify). A peer's p is put on the simplex first (negative entries to 0, sum to 1).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import partial

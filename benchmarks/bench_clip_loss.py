@@ -1,7 +1,5 @@
 """CLIP's loss, forward and backward, with the gradient of the scale; float32 on the CPU, rows of norm 1."""
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 

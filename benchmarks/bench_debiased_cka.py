@@ -4,8 +4,6 @@ float32. The representations are those of bench_linear_cka. torch_cka has no gra
 forward call alone where its work is of the same order.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The Gram matrix of the clients' updates: 10 clients of a ResNet-18, float32 parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

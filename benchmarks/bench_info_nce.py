@@ -1,7 +1,5 @@
 """InfoNCE, forward and backward: B queries against N = B keys, rows of norm 1, temperature 0.2; float32 on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import replace

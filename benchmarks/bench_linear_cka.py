@@ -4,8 +4,6 @@ float32. The representations are random features of a shared low-dimensional sig
 product of a matrix with itself is symmetric: the floor counts it half, as the product of half of the rows.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 float32. The representations are those of bench_linear_cka.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

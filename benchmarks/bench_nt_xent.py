@@ -3,8 +3,6 @@
 Normalisation is part of every call, because the peers hold it. On a GPU the views are normalised before the call.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """SigLIP's loss, forward and backward, with the gradients of scale and bias; float32 on the CPU, rows of norm 1."""
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 

@@ -6,8 +6,6 @@ of the whole batch. The first peer is what fedssl used before (batched_augmentat
 with 16 times the images of the first: what is needed beyond the outputs must not grow with them.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import cache, partial

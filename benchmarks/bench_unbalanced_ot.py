@@ -5,8 +5,6 @@ objective at the plan found; its error is the excess over the optimum (solved to
 says how far each peer has come. The gradient is the plan, by the envelope theorem; POT's plan serves in the same way.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What a benchmark is made of: an operator at one size, who computes it, what bounds it, and the bars to meet."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Options of ``pytest benchmarks``, and its cases: those that `python -m benchmarks` times."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

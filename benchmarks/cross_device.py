@@ -12,8 +12,6 @@ by the number of clients alone. Each row is measured in a process of its own.
 - disk: bytes of all stored states after these rounds, and how many clients have one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

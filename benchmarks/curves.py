@@ -4,8 +4,6 @@ For each operator it writes OPERATOR.csv and OPERATOR.svg, which the operator's 
 are those of ``curve_cases`` in bench_OPERATOR.py, and everything is measured as ``python -m benchmarks`` measures it.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import importlib

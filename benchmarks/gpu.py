@@ -5,8 +5,6 @@ device sleeps, twice as long as the host takes to queue a call and at least 2 ms
 wakes up, so the device's work is timed and Python's is not.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -13,8 +13,6 @@ there already is used again.
   first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

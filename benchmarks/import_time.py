@@ -4,8 +4,6 @@ New processes with and without fedkernels in turn, after one of each that is not
 the processor, as medians with the least and the most; what is added is the difference of the medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

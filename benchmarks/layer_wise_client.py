@@ -8,8 +8,6 @@ run uses, views and update included; the last stage is the dearest, as all other
 - time: both in one process, one step after the other in turn; the median of the repeats.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

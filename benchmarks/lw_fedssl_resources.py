@@ -14,8 +14,6 @@ client:
   444,864 parameters of a block give its figures to the last digit. The figures here use the same unit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 from typing import Any

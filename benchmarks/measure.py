@@ -8,8 +8,6 @@ it held (0.1 s in place of 4 ms after one that held 6 GB).
 On a GPU everything is measured in this process: torch's allocator counts what a call takes.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -5,8 +5,6 @@ three seeds, say how far runs differ anyway. In the others the last site changes
 Orchestra's runs differ most: those and one kind of bad answer have ten seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -20,8 +20,6 @@ bfloat16 is what both sides are asked for. LightlyTrain 0.18 says that it disabl
 in float32 there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

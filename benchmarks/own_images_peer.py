@@ -3,8 +3,6 @@
 It is run as a file with one argument, a JSON mapping: `step` is `train` or `embed`, the rest is named in `main`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Pairs of images and texts, for the benchmarks of clip_loss and sigmoid_loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

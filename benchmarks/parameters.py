@@ -1,7 +1,5 @@
 """Parameters of a global model and of its clients, as delta_gram and apply_deltas read them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

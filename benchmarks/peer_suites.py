@@ -7,8 +7,6 @@ import. A failure is new if the test passes with the original. The calls of the 
 whose tests call none ends the command: its successes would be the original's.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

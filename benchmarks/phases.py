@@ -5,8 +5,6 @@ belongs to that phase, as a regularizer's own views do; only a network's passes 
 wherever they are made. What no phase covers is "other".
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import threading

@@ -5,8 +5,6 @@ compared with what was resident before the call. The outputs' own bytes are give
 limited, so that a peer that needs more than the machine has ends with an error and not with the machine. Linux only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import resource

@@ -7,8 +7,6 @@ prints Spearman's rank correlation, over all finished trials of that folder, of 
 validation images with kNN and linear accuracy there.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

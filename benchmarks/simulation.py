@@ -8,8 +8,6 @@ With ``--device cuda`` the networks are ResNet-18, and the batches 128 to 512. T
 each phase of the timed run, which costs time of its own; the run as it is has no synchronisation added.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -9,8 +9,6 @@ of the image, a blur in half of the views), symmetric losses, SGD with momentum,
 - kornia: its augmentation of whole batches, in a plain loop around fedssl's objective.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable, Iterator

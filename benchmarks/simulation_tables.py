@@ -1,7 +1,5 @@
 """The tables of ``python -m benchmarks.simulation``."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -11,8 +11,6 @@ bits, the fault has cost nothing else.
 The round's deadline follows from the row `none`, which always runs first: twice its longest round.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -4,8 +4,6 @@ The cases are those of ``python -m benchmarks``, which compares with peers. Time
 device is done.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

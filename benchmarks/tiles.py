@@ -4,8 +4,6 @@ It prints milliseconds of a loss with all its gradients in bfloat16, the median 
 kernels a call of ours consists of, by torch's profiler. Without a GPU it runs tiny sizes on the CPU, as a rehearsal.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from unittest.mock import patch

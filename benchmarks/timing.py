@@ -3,8 +3,6 @@
 After a warm-up call each, every repeat calls all implementations and the floor one after the other.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

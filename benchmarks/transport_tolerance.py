@@ -5,8 +5,6 @@
 It prints the table of docs/operators/unbalanced_ot.md, in about ten seconds. No time is measured.
 """
 
-from __future__ import annotations
-
 from statistics import median
 
 import torch

@@ -4,8 +4,6 @@ That is what `clients_parallel: 2` does with two clients on two cores. A small n
 so a machine trains more images a second this way; whether lightly's loop does too stands beside it.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager

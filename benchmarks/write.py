@@ -1,7 +1,5 @@
 """Writes what was measured, on the CPU or a GPU: results.json, results.md, and the table in docs/speed.md."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,7 +1,5 @@
 """CKA between the layers of two networks on the same data, in one pass over a loader."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

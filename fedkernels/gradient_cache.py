@@ -1,7 +1,5 @@
 """A large batch through an encoder that takes a mini-batch at a time, for losses that need the whole batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ recipes, every `--help` and the signature of every public name. Digests hold for
 Times, ports, keys and process numbers are left out. The second command exits with 1 and names what differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

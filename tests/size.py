@@ -1,7 +1,5 @@
 """Count the lines of Python by folder: all, and of these code and docstrings. `make size` prints them."""
 
-from __future__ import annotations
-
 import ast
 import tokenize
 from pathlib import Path

@@ -4,8 +4,6 @@ It writes `benchmarks/results/method_costs/table.csv`: the memory of the step th
 the mean FLOPs and traffic of a client's round, on scikit-learn's digits with the options of each recipe.
 """
 
-from __future__ import annotations
-
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate, totals

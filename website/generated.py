@@ -1,7 +1,5 @@
 """What a page's `<!-- generated: KIND ARGUMENT -->` stands for."""
 
-from __future__ import annotations
-
 import re
 
 import typer.main

@@ -1,7 +1,5 @@
 """What MkDocs calls while it builds the site (mkdocs.yml, `hooks`)."""
 
-from __future__ import annotations
-
 import html
 import re
 import sys

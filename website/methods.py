@@ -1,7 +1,5 @@
 """What a recipe says of its method: its parts with links, its file, its cost, and the table to choose a method by."""
 
-from __future__ import annotations
-
 import csv
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of all options: every key of a recipe and of each part, from the models' JSON schemas."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -22,8 +22,6 @@ of its decimals. A test fails where a page or the list has another figure than i
 website.quoted_results` writes the table's into both.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path

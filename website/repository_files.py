@@ -1,7 +1,5 @@
 """The repository's files that pages link to, as pages of the site, so that every link works without network."""
 
-from __future__ import annotations
-
 import csv
 import json
 import posixpath

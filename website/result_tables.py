@@ -1,7 +1,5 @@
 """The tables in benchmarks/results, read for the pages that quote them: by column and row a figure, and its spread."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import defaultdict

@@ -4,8 +4,6 @@
 and the pictures anew. A test fails where the sentences differ from what the rule says now.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

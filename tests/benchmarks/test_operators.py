@@ -1,7 +1,5 @@
 """``python -m benchmarks``, ``benchmarks.curves`` and ``benchmarks.peer_suites``: what they write, and peers."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import io

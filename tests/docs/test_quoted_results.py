@@ -1,7 +1,5 @@
 """The figures of the pages are those of the committed results, and figures without a result are listed here."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

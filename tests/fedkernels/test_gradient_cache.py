@@ -1,7 +1,5 @@
 """GradientCache beside one pass of the whole batch: gradients, memory, dropout, autocast, ranks, refusals."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any, NamedTuple
 

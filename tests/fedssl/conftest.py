@@ -1,7 +1,5 @@
 """A recipe that runs in a second or two, for tests of everything around the training."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import os

@@ -4,8 +4,6 @@ A signal, a limit or an exit code means to it what it means to the command that 
 start is left out.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

@@ -1,7 +1,5 @@
 """Runs that die as by SIGKILL, and go on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rounds of a method without an engine: no folder, no evaluation, every message at hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fedssl.federation import Federation

@@ -1,7 +1,5 @@
 """Models small enough to compute by hand, and one client's round with them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

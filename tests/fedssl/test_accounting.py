@@ -1,7 +1,5 @@
 """The counter of what a training step takes, against figures by hand."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

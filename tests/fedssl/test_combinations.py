@@ -1,7 +1,5 @@
 """Which parts go with which: every combination trains, or is refused with one line before anything runs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import nullcontext

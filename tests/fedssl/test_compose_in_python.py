@@ -1,7 +1,5 @@
 """What `import fedssl` offers, methods that are composed of Python objects, and parts whose class is in no file."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """A broken client is named, refused and left out, by every aggregator, and the run goes on."""
 
-from __future__ import annotations
-
 import csv
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A client's training against its steps written out, its rate in each round, what it begins with and gives away."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

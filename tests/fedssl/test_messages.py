@@ -1,7 +1,5 @@
 """Messages: their bytes, copies and merging, how `transport` rounds them, and that a rounded run stays a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

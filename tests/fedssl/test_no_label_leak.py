@@ -1,7 +1,5 @@
 """Self-supervised training never looks at labels: with other labels on the same images it ends bit for bit alike."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

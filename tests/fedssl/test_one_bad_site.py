@@ -1,7 +1,5 @@
 """One bad site of five neither spoils nor stops a run of ten rounds, and is named with the reason."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

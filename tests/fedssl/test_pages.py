@@ -1,7 +1,5 @@
 """What the README and the pages of docs/ show works as written."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Seeds and generators, and what a client draws in a round: its own, and the same if that round is run again."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

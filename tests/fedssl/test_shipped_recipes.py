@@ -1,7 +1,5 @@
 """Every shipped recipe runs, on a few digits for two rounds; what a method sends and keeps is what it says."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """A step does not wait for its device, dispatches few operations, and compiled ones give the references' results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Files, names and YAML from somebody else: nothing hangs, moves a cursor, begins a formula or takes long."""
 
-from __future__ import annotations
-
 import os
 import re
 from types import SimpleNamespace

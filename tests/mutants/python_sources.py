@@ -8,8 +8,6 @@ The changes are those of cosmic-ray: a comparison turned round, a number one mor
 nothing. Asked are the tests of the mirrored file, of its folder, of all files that name the source, and of all recipes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

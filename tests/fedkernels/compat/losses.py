@@ -1,7 +1,5 @@
 """The drop-in losses beside their definitions in plain torch, in one process and on several."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """NTXentLoss with a memory bank: the loss by its definition, and the bank by a queue."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

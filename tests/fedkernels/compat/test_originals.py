@@ -1,7 +1,5 @@
 """Each drop-in gives its definition's values and gradients, and those of its original where that is installed."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

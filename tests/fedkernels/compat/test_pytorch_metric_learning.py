@@ -1,7 +1,5 @@
 """fedkernels.compat.pytorch_metric_learning: labels of any dtype, pairs, wrappers around it, and what it refuses."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The cached drop-ins beside the plain ones: any features, little memory, one exchange of gradients, the Trainer."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from pathlib import Path

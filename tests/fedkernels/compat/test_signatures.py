@@ -1,7 +1,5 @@
 """The arguments of the originals, in their order and with their defaults, and the attributes that scripts read."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

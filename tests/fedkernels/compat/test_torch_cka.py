@@ -1,7 +1,5 @@
 """The drop-in of torch_cka gives its values, and 0 where it raises."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 

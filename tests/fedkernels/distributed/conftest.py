@@ -1,7 +1,5 @@
 """Process groups for the tests: of two and of four processes, and of this process alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Some processes of a gloo group that wait for functions to call: starting them takes longer than most tests."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import traceback

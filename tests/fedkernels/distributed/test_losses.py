@@ -1,7 +1,5 @@
 """The distributed losses equal those of one process with the whole batch: values, all gradients, the scale's too."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

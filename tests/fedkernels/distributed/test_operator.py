@@ -1,7 +1,5 @@
 """The distributed losses as an operator: gradcheck, opcheck, torch.compile and bad input, in a group of one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """SIGReg of all ranks together: however rows are dealt to them, value and gradients are those of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

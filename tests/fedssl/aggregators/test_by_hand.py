@@ -1,7 +1,5 @@
 """Weighted means, L-DAWA, base model and dictionary of FedCA, Orchestra's clusters, Hetero-SSFL's kernels, by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """EUA, also with unit updates: by hand, Theorem 1, degenerate rounds; the solver has tests in fedkernels."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

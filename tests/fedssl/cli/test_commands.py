@@ -1,7 +1,5 @@
 """The command line as a stranger meets it, also with input made to break it: one-line errors, nothing half-written."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """`fedssl pretrain`: the precision that it chooses, which the run that it names and starts has too."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

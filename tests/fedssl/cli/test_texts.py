@@ -1,7 +1,5 @@
 """What the command line lists, shows and advises: complete, quick, and as `run` understands it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -1,7 +1,5 @@
 """Batches arrive in order and no further ahead than asked, in whichever thread; an error arrives at its batch."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

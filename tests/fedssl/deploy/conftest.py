@@ -1,7 +1,5 @@
 """A consortium of two sites, and its folders; the tests are left out without Flower (pip install .[flower])."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec

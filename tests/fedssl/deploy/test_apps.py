@@ -1,7 +1,5 @@
 """The Flower app of a recipe, and that a site runs the apps that its owner has approved and no others."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A version of Flower that moves one of these fails here by name. Flower 1.42 has 
 public hook, it stands in the last column; `flwr.ee` is one for a commercial package that Flower looks for.
 """
 
-from __future__ import annotations
-
 import inspect
 from importlib import import_module, metadata
 

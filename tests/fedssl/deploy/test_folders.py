@@ -1,7 +1,5 @@
 """What `fedssl provision` writes, and who can read it; keys that are made at the sites, and keys that are revoked."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

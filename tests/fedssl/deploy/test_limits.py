@@ -1,7 +1,5 @@
 """What the SuperLink takes of a site's answer, without a SuperLink."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`fedssl superlink` and `fedssl supernode` refuse to start where something is wrong, and keep their files private."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`fedssl provision register`: who is in, new, out or refused, with a stand-in for the SuperLink's registry."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ approved apps alone; and a site that is revoked while the server runs. Also the 
 alive.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

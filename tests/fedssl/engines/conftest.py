@@ -1,7 +1,5 @@
 """One thread for all tests of engines: a sum over another number of threads rounds differently."""
 
-from __future__ import annotations
-
 import pytest
 
 

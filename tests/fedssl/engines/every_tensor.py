@@ -1,7 +1,5 @@
 """A message with every kind of tensor, and whether a message that was stored or sent is still the same."""
 
-from __future__ import annotations
-
 import torch
 
 from fedssl.messages import Message

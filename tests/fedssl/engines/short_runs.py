@@ -1,7 +1,5 @@
 """Short runs, what a run leaves in its folder, and ways to stop one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Clients' states: where they live, that memory does not grow with the clients, and that they hold what is needed."""
 
-from __future__ import annotations
-
 import gc
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A run goes on with more rounds and other options as if it had been begun so; its folder tells what was changed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The engine's promises: reproducible, independent clients, who answers, and nothing lost when killed at any moment."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

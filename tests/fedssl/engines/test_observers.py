@@ -1,7 +1,5 @@
 """Observers of a run: they receive each round once it is committed, and cannot lose one."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How many rounds fit into the time that there is, on a machine whose steps take what the test says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

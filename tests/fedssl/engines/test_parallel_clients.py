@@ -1,7 +1,5 @@
 """Several clients at a time give the run of one after another, bit for bit."""
 
-from __future__ import annotations
-
 import multiprocessing
 from typing import Any
 

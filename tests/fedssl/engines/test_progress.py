@@ -1,7 +1,5 @@
 """The speed and the time left that a run shows, against runs whose every second is known."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Worker processes for several clients at a time: errors, ends, and what they are sent."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

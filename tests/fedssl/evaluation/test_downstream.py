@@ -1,7 +1,5 @@
 """Evaluation on other data than the run's, and of a supervised run's own classifier."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

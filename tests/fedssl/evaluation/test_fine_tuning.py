@@ -1,7 +1,5 @@
 """Fine-tuning on few labels and on all, its RandAugment, and the scores in which every class counts alike."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

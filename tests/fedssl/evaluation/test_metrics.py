@@ -1,7 +1,5 @@
 """kNN against scikit-learn, other measures and projections by hand, and the table of metrics."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whether a run has learned, told without labels: by views that find their image, and by how often images were seen."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

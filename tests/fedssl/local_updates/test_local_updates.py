@@ -1,7 +1,5 @@
 """Local updates: FedU's and FedEMA's by hand, an optimiser that is kept, and a model of one's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

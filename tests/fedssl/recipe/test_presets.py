@@ -1,7 +1,5 @@
 """A recipe names a method; presets fill in what belongs to the data, and say so."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import yaml

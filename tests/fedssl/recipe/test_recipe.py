@@ -1,7 +1,5 @@
 """Recipes: how they are read and overridden, what they name and describe, and which do not fit together."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What tests of single terms share: as much of a client's round as a term looks at, and representations to measure."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """Terms of one batch, of public images and of other models: by hand, and against their definitions."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

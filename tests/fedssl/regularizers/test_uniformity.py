@@ -1,7 +1,5 @@
 """FUR, why it does nothing as printed, and the sliced distance that FedU2's authors released in its place."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

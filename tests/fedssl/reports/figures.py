@@ -1,7 +1,5 @@
 """The logged and the predicted resources of a run's clients, by (round, client, figure)."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch

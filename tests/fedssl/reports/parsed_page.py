@@ -1,7 +1,5 @@
 """A page as its reader sees it: tables, text and images."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 

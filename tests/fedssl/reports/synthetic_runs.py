@@ -1,7 +1,5 @@
 """A small table, and run folders with made-up figures, as the engine would leave them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`fedssl cost` predicts the figures that a run then logs."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

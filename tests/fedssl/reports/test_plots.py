@@ -1,7 +1,5 @@
 """Charts of runs; the nearest-neighbour sheet and the map of images: what is near is drawn near."""
 
-from __future__ import annotations
-
 import io
 import re
 

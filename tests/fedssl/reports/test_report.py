@@ -1,7 +1,5 @@
 """The page about runs and its charts, on run folders with made-up figures, and with whatever others chose as names."""
 
-from __future__ import annotations
-
 import base64
 import math
 import re

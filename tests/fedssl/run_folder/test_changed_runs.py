@@ -1,7 +1,5 @@
 """A run is continued, and measured again, only from the files that it wrote and with the data with which it began."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A new run's folder: what may be replaced, by whom, and that nothing else is ever deleted."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reading and writing files: a CSV file there and back, and the error if a file cannot be written."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Layer-wise and progressive training, and none: what trains, stays and travels, and that nobody lacks a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What `fedssl run-table NAME --dry-run` lists."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

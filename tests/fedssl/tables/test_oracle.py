@@ -1,7 +1,5 @@
 """The room above the controls: rows that align to the encoder of another row, and the share that a method closes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

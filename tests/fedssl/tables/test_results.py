@@ -1,7 +1,5 @@
 """What a table's results say: the verdict's rule, and the table as text."""
 
-from __future__ import annotations
-
 import csv
 
 import numpy as np

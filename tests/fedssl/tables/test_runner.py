@@ -1,7 +1,5 @@
 """Running a table: whole, in worker processes, stopped at any moment and continued."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re

@@ -1,7 +1,5 @@
 """A sweep: equally many trials of each row, chosen on a part of the training images, then the table with new seeds."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

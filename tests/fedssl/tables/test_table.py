@@ -1,7 +1,5 @@
 """Tables: how they are read, the recipes of their cells, and the papers' figures in those that ship."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures of the Flower engine's tests, which are left out where Flower is not installed (pip install .[flower])."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 

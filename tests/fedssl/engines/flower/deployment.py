@@ -4,8 +4,6 @@ They also end when the process of the tests is killed. Nothing here waits for a 
 with other things everything takes longer and ends the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

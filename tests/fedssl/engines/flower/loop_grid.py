@@ -1,7 +1,5 @@
 """Flower's grid with its nodes in this process: the server and client apps of a run, without processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SuperLink and three SuperNodes on loopback, with TLS and authentication: the same result, and faults survived."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re

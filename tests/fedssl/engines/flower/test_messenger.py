@@ -1,7 +1,5 @@
 """Answers that are far too large, or still on their way, do not keep the others waiting."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Flower's differential privacy: what leaves a client, how far the mean moves, and what a run spends."""
 
-from __future__ import annotations
-
 import json
 import math
 

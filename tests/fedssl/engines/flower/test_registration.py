@@ -1,7 +1,5 @@
 """Which nodes take part: connected clients, their numbers and whether their data fit together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path

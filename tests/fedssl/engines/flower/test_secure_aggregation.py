@@ -1,7 +1,5 @@
 """Runs with Flower's SecAgg+: the mean is the plain one, nothing else leaves, and lost clients are left out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The rounds of the Flower engine, without processes: the same run as in one process; lost and broken answers."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

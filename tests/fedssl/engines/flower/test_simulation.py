@@ -1,7 +1,5 @@
 """The simulation leaves the run's folder that the engine in-process leaves, bit for bit, also if it was interrupted."""
 
-from __future__ import annotations
-
 import pytest
 from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import save_file

@@ -1,7 +1,5 @@
 """Sites with their own data and architectures, evaluations that no model gives, and a server without data."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

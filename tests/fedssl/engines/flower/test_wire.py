@@ -1,7 +1,5 @@
 """Messages as Flower's records, and answers on the server's disk: the same bits, and broken records are refused."""
 
-from __future__ import annotations
-
 import gc
 import resource
 from pathlib import Path
