@@ -11,6 +11,7 @@ import time
 import webbrowser
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -73,11 +74,11 @@ def run(
     began = time.perf_counter()
     from ..engines import engine_of
     from ..engines.observers import Observers, load_observer
-    from ..engines.pace import recipe_within
+    from ..engines.pace import require_equal_rounds
     from ..engines.progress import ProgressBars
     from ..evaluation.verdict import verdict
     from ..recipe.reading import load_recipe, load_stored_recipe
-    from ..run_folder.creation import default_folder, refuse_existing
+    from ..run_folder.creation import default_folder
     from ..run_folder.directory import RunDirectory
     from ..run_folder.record import read_run
     from ..run_folder.storage import require_new_folder
@@ -112,20 +113,19 @@ def run(
     if minutes is not None:
         if any(override.startswith("rounds=") for override in overrides or ()):
             raise UserError("--minutes chooses the number of rounds: leave out --minutes or rounds=N")
-        refuse_existing(path, overwrite)
         if loaded.engine != "in-process":
             raise UserError(f"--minutes is for engine in-process, got engine {loaded.engine}: give rounds=N")
-        loaded = recipe_within(loaded, minutes, began)
-        rounds = f"{loaded.rounds} round{'s' * (loaded.rounds > 1)}"
-        print_text(f"{minutes:g} minutes hold {rounds} on this machine, by steps that were timed.")
+        require_equal_rounds(loaded)
     replaced = path.stat().st_ino if overwrite and path.exists() else None  # the new run has a folder of its own
     try:
         with ProgressBars(console) as bars:
             if resume is not None:
                 directory = engine_of(loaded).resume(path, Observers([bars, *observers]), trust, changes, from_round)
             else:
-                before = {"before": _tell_duration} if minutes is None and loaded.engine == "in-process" else {}
-                directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite, **before)
+                timed = (
+                    {"before": partial(_timed, minutes=minutes, began=began)} if loaded.engine == "in-process" else {}
+                )
+                directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite, **timed)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file() and path.stat().st_ino != replaced:
             print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {quoted(path)}")
@@ -146,13 +146,19 @@ def run(
         print_next("report", path)
 
 
-def _tell_duration(federation: Federation) -> None:
-    """Print about how long the run will take, if it is long."""
-    from ..engines.pace import told_duration
+def _timed(federation: Federation, minutes: float | None, began: float) -> Federation:
+    """Return the federation for so many minutes, or the same, and print about how long its run takes, if it is long."""
+    from ..engines.pace import told_duration, within
 
+    if minutes is not None:
+        federation = within(federation, minutes, began)
+        rounds = f"{federation.recipe.rounds} round{'s' * (federation.recipe.rounds > 1)}"
+        print_text(f"{minutes:g} minutes hold {rounds} on this machine, by steps that were timed.")
+        return federation
     with suppress(Exception):  # what fails on a few images may do on all, and if not, the run says why
         if told := told_duration(federation):
             print_text(told)
+    return federation
 
 
 def pretrain(

@@ -39,12 +39,11 @@ class Engine:
         path: Path,
         observer: Observer | None = None,
         overwrite: bool = False,
-        before: Callable[[Federation], None] = lambda federation: None,
+        before: Callable[[Federation], Federation] = lambda federation: federation,
     ) -> RunDirectory:
-        """Run a recipe and return the new folder, which is made once the input is checked and `before` was called."""
+        """Run what `before` makes of a recipe and its data; return the new folder, made once the input is checked."""
         refuse_existing(path, overwrite)
-        federation = self.prepare(recipe)
-        before(federation)
+        federation = before(self.prepare(recipe))
         with new_run(path, first_files(federation), overwrite):
             return self.run_rest(federation, RunDirectory.open(path), observer or Observer())
 

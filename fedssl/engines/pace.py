@@ -219,26 +219,27 @@ def _evaluation_seconds(federation: Federation) -> float:
     return 2 * (len(federation.client_rows) if federation.method.personal else 1) * (time.perf_counter() - began)
 
 
-def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
-    """Return a recipe whose run ends about `minutes` after `began`, a time of `time.perf_counter`.
-
-    The number of rounds follows from timed steps. A central run (`local_update.keep_optimizer`) also gets rounds of
-    another length; else a round is what the recipe says. Shorter than a pass, each draws its images anew.
-
-    Raises:
-        UserError: the schedule's stages take different times, so the rounds cannot be told.
-    """
+def require_equal_rounds(recipe: Recipe) -> None:
+    """Raise a UserError where rounds take different times, as a schedule's stages do, so that none can be foretold."""
     if recipe.schedule.cuts or not recipe.schedule.trains:
         raise UserError(
             f"--minutes does not go with schedule {recipe.schedule.name}, whose rounds take different times or train "
             "nothing: give rounds and schedule.rounds_per_stage"
         )
-    federation = build_federation(recipe)
+
+
+def within(federation: Federation, minutes: float, began: float) -> Federation:
+    """Return the federation for a run that ends about `minutes` after `began`, a time of `time.perf_counter`.
+
+    The number of rounds follows from timed steps. A central run (`local_update.keep_optimizer`) also gets rounds of
+    another length; else a round is what the recipe says. Shorter than a pass, each draws its images anew.
+    """
+    recipe = federation.recipe
     pace, evaluations = measure_pace(federation, _SECONDS_FOR_ROUNDS), _evaluation_seconds(federation)
     left = max(0.0, 60 * minutes - (time.perf_counter() - began) - evaluations - pace.before)
     held = left / (pace.seconds(1) - pace.before)
     if not recipe.local_update.keeps_optimizer:
-        return recipe.model_copy(update={"rounds": max(1, int(held))})
+        return build_federation(recipe.model_copy(update={"rounds": max(1, int(held))}), federation.dataset)
     steps_of_pass = len(federation.client_rows[0]) // recipe.training.batch_size
     steps = max(1, int(held * pace.steps / recipe.partition.clients))
     passes_of_round = max(1, -(-steps // (steps_of_pass * _MOST_PAUSES)))
@@ -250,4 +251,4 @@ def recipe_within(recipe: Recipe, minutes: float, began: float) -> Recipe:
         rounds = max(range(-(-most // 2), most + 1), key=lambda count: (steps // count * count, count))
         local_steps = steps // rounds
     training = recipe.training.model_copy(update={"local_epochs": passes_of_round, "local_steps": local_steps})
-    return recipe.model_copy(update={"rounds": rounds, "training": training})
+    return build_federation(recipe.model_copy(update={"rounds": rounds, "training": training}), federation.dataset)

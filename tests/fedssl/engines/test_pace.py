@@ -7,7 +7,7 @@ import pytest
 from fedssl.accounting import StepCost
 from fedssl.engines import pace
 from fedssl.engines.in_process import run
-from fedssl.engines.pace import Pace, measure_pace, recipe_within
+from fedssl.engines.pace import Pace, measure_pace, require_equal_rounds, within
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
@@ -20,7 +20,7 @@ CENTRAL = {
 }
 
 
-def within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1, **others):
+def recipe_within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1, **others):
     """The recipe for so many minutes where a step takes `step` seconds, after nearly 10 have passed."""
     federation = build_federation(recipe)
     steps = sum(len(rows) // recipe.training.batch_size for rows in federation.client_rows)
@@ -28,16 +28,18 @@ def within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1, **o
     monkeypatch.setattr(pace, "measure_pace", lambda federation, seconds: measured)
     monkeypatch.setattr(pace, "_evaluation_seconds", lambda federation: evaluations)
     monkeypatch.setattr(pace.time, "perf_counter", lambda: 109.99)
-    return recipe_within(recipe, minutes, 100.0)
+    return within(federation, minutes, 100.0).recipe
 
 
 def test_federated_rounds_stay_as_long_as_they_are(tiny, monkeypatch):
     recipe = tiny(**AVERAGED, **SMALL, partition={"name": "iid", "clients": 3})  # 20 images and so 2 steps a client
-    timed = within(monkeypatch, recipe, 1, step=0.1)
+    timed = recipe_within(monkeypatch, recipe, 1, step=0.1)
     assert timed == recipe.model_copy(update={"rounds": 50})  # 30 of 60 seconds are left, and a round takes 0.6
-    assert within(monkeypatch, recipe, 1, step=0.1, parallel=2).rounds == 100
-    assert within(monkeypatch, recipe, 1, step=0.1, others=0.4, before=10.0).rounds == 20  # 20 are left, at 1.0 a round
-    assert within(monkeypatch, recipe, 0.1, step=0.1).rounds == 1  # no time is left, and a run has a round
+    assert recipe_within(monkeypatch, recipe, 1, step=0.1, parallel=2).rounds == 100
+    assert (
+        recipe_within(monkeypatch, recipe, 1, step=0.1, others=0.4, before=10.0).rounds == 20
+    )  # 20 are left, at 1.0 a round
+    assert recipe_within(monkeypatch, recipe, 0.1, step=0.1).rounds == 1  # no time is left, and a run has a round
 
 
 @pytest.mark.parametrize(
@@ -51,13 +53,13 @@ def test_federated_rounds_stay_as_long_as_they_are(tiny, monkeypatch):
     ],
 )
 def test_a_central_run_pauses_some_twenty_to_a_hundred_times(step, rounds, epochs, local_steps, tiny, monkeypatch):
-    timed = within(monkeypatch, tiny(**CENTRAL, **SMALL), 1, step)
+    timed = recipe_within(monkeypatch, tiny(**CENTRAL, **SMALL), 1, step)
     assert (timed.rounds, timed.training.local_epochs, timed.training.local_steps) == (rounds, epochs, local_steps)
 
 
 def test_a_schedule_whose_rounds_differ_is_refused(tiny):
     with pytest.raises(UserError, match=r"--minutes does not go with schedule layer_wise"):
-        recipe_within(tiny(**LW_FEDSSL), 1, 0.0)
+        require_equal_rounds(tiny(**LW_FEDSSL))
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ def test_timing_changes_nothing_of_the_run(changes, tiny, tmp_path):
     recipe = tiny(**{**SMALL, **changes})
     run(recipe, tmp_path / "plain")
     measured = []
-    run(recipe, tmp_path / "timed", before=lambda federation: measured.append(measure_pace(federation, 0.1)))
+    run(recipe, tmp_path / "timed", before=lambda it: measured.append(measure_pace(it, 0.1)) or it)
     assert measured[0].step > 0
     assert measured[0].steps == sum(len(rows) // 8 for rows in build_federation(recipe).client_rows)
     assert contents(tmp_path / "plain") == contents(tmp_path / "timed")
