@@ -188,7 +188,7 @@ def pretrain(
     options = {"--encoder": encoder, "--minutes": minutes, "--output": output}
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     try:
-        settings += _timed_choices([*data, *settings], minutes)
+        settings += _timed_choices([*data, *settings], minutes, output, overwrite)
     except KeyboardInterrupt:
         print_text("\nStopped before the run began; nothing was written.")
         raise Exit(130) from None
@@ -197,7 +197,7 @@ def pretrain(
     run(_PRETRAINING, [*data, *settings], output, minutes=minutes, overwrite=overwrite, encoder=encoder)
 
 
-def _timed_choices(settings: Sequence[str], minutes: float | None) -> list[str]:
+def _timed_choices(settings: Sequence[str], minutes: float | None, output: Path | None, overwrite: bool) -> list[str]:
     """Return settings with which this machine trains on more images, by timed steps, and print them.
 
     The precision is bfloat16 where a step in it takes four fifths of float32's time or less. The network is a small one
@@ -205,6 +205,7 @@ def _timed_choices(settings: Sequence[str], minutes: float | None) -> list[str]:
     """
     from ..evaluation.verdict import too_short
     from ..recipe.reading import load_recipe
+    from ..run_folder.creation import default_folder, refuse_existing
     from ..tables.dry_run import training_data
 
     chosen: list[str] = []
@@ -212,6 +213,7 @@ def _timed_choices(settings: Sequence[str], minutes: float | None) -> list[str]:
         logging.disable(logging.WARNING)  # the run warns of the same
         quiet.callback(logging.disable, logging.NOTSET)
         recipe = load_recipe(_PRETRAINING, settings)
+        refuse_existing(output or default_folder(recipe.name, recipe.seed), overwrite)
         data = training_data(recipe.data, recipe.seed, None)
         assert data is not None
         images, side = len(data.train_images), max(data.train_images.shape[2:])

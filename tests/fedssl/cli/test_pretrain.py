@@ -83,11 +83,15 @@ def test_a_folder_of_this_name_is_no_precision(monkeypatch):
         assert cli.runs._step_seconds(recipe, None, [setting])[1] == expected
 
 
-def test_what_cannot_be_timed_is_told_by_the_run(fedssl, monkeypatch):
-    monkeypatch.setattr(precision, "has_bfloat16", lambda: True)
+def test_what_cannot_be_timed_is_told_by_the_run(fedssl, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.runs, "_step_seconds", lambda *_: pytest.fail("timed all the same"))
     code, out, err = fedssl("pretrain", "nowhere.npy", *SHORT)
     assert (code, "data.name=npz data.path=nowhere.npy" in out) == (2, True)
     assert "there is no file or folder nowhere.npy" in err
+    write_two_classes(tmp_path / "photos")
+    (tmp_path / "run").mkdir()
+    code, _, err = fedssl("pretrain", "photos", *SHORT)
+    assert (code, "run exists and is not" in err) == (2, True), err
 
 
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
