@@ -58,11 +58,12 @@ def verdict(run: Run) -> list[str]:
     found = f"{after:.1f} % of random views find their own image"
     named = (("the encoder before training", "view_retrieval"), ("raw pixels", "pixel_view_retrieval"))
     others = {name: value for name, metric in named if (value := run.evaluated(metric, "before")) is not None}
-    images = run.evaluated("viewed_images", "after") or _USUAL_IMAGES
-    margins = {
-        name: max(_LEAST_GAIN, 2 * ((after * (100 - after) + value * (100 - value)) / images) ** 0.5)
-        for name, value in others.items()
-    }
+    images = run.evaluated("viewed_images", "after")
+    among = f" with {images:.0f} images" if images else ""
+    margins = {}
+    for name, value in others.items():
+        variance = (after * (100 - after) + value * (100 - value)) / (images or _USUAL_IMAGES)
+        margins[name] = max(_LEAST_GAIN, 2 * max(0.0, variance) ** 0.5)  # a file may hold any numbers
     compared = ", ".join(f"by {name} {value:.1f} %" for name, value in others.items())
     ahead_of = [name for name, value in others.items() if after > value + margins[name]]
     behind = [name for name in others if name not in ahead_of]
@@ -70,7 +71,7 @@ def verdict(run: Run) -> list[str]:
     if behind:
         sentences.append(
             f"This encoder has NOT learned: it is not ahead of {' and '.join(behind)} by more than chance "
-            f"({max(margins[name] for name in behind):.1f} points with {images:.0f} images). Train it longer "
+            f"({max(margins[name] for name in behind):.1f} points{among}). Train it longer "
             "(--minutes), at a lower training.learning_rate, or on more images."
         )
     elif ahead_of:
