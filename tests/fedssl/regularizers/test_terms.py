@@ -1,6 +1,7 @@
 """Terms of one batch, of public images and of other models: by hand, and against their definitions."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -36,6 +37,21 @@ from tests.fedssl.small_models import E1, E2, FIRST_TWO, SWAPPED, THREE, Scale, 
 # The terms of FedDecorr, FedCA and FedX
 
 SIX_IMAGES = torch.randint(0, 255, (6, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_what_is_logged_with_its_gradient_is_read_without_a_warning():
+    """As a regulariser of one's own may log its loss; torch warns of it once a process."""
+    local = local_round(scalar_model())
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for value in (torch.tensor(2.0, requires_grad=True) * 2, 1):
+                local.log("mine", value)
+            assert local.logged() == {"mine": 2.5}
+    finally:
+        torch.set_warn_always(always)
 
 
 def test_decorrelation_of_two_clients():
