@@ -86,7 +86,8 @@ def _recipe_and_missing_data(
     for values in (read_values(row.recipe), table.settings, scenario.settings, row.settings):
         given |= values.get("data") or {}
     of_data = [override for override in overrides if re.match(r"data\b", override)]
-    given = with_overrides({"data": given}, of_data, row.recipe)["data"] or {}
+    changed = with_overrides({"data": given}, of_data, row.recipe)["data"]
+    given = changed if isinstance(changed, dict) else {}  # `cell_recipe` says what is wrong
     name = str(given.get("name"))
     missing = []
     needed = SOURCES[name].path if name in SOURCES else None

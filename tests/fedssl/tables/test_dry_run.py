@@ -102,6 +102,8 @@ def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
     assert "In all: " in text
     for override in ("data.path=nowhere.npz", "data={name: npz, path: nowhere.npz}"):
         assert "Missing for a run: there is no nowhere.npz" in listed(npz, override)
+    with pytest.raises(UserError, match="data: input should be a valid dictionary"):
+        listed(npz, "data=nowhere.npz")
 
 
 def test_the_published_sizes_are_known_without_the_data(tmp_path):
