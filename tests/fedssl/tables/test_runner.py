@@ -253,29 +253,31 @@ def test_a_failing_cell_is_named_and_the_others_go_on(bad_row, tiny_table, tmp_p
 
 
 def stop_in_the_middle(
-    table: Table, folder: Path, labels: Sequence[str], stop: Callable[[subprocess.Popen[str]], None]
+    table: Table, folder: Path, labels: Sequence[str], stop: Callable[[subprocess.Popen[str]], None], told: str = ""
 ) -> tuple[int, str, str]:
-    """Run a table with two jobs, and `stop` it when the rows' first cells have begun; no process may be left.
+    """Run a table with two jobs; `stop` it when the rows' first cells have begun and `told` is printed.
 
-    Gives the exit code and what was printed, to standard output and to standard error. Then the table is continued:
+    No process may be left. Gives the exit code and what was printed, to standard output and to standard error. Then the table is continued:
     the first of the cells must go on at the round after its last one.
     """
     path, output = folder / "table.yaml", folder / "out"
     path.write_text(yaml.safe_dump(table.model_dump()))
     command = [sys.executable, "-m", "fedssl", "run-table", str(path), "--output", str(output), "--jobs", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", MARK: f"{folder}/"}
-    process = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: f"{folder}/"}
+    with open(folder / "printed", "w") as printed:
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=printed, stderr=subprocess.PIPE, text=True
+        )
     cells = [cell_path(output, label, table.seeds[0]) for label in labels]
 
     def begun(cell: Path) -> bool:
         assert process.poll() is None, process.communicate()
         return (cell / "recipe.yaml").exists() and RunDirectory.open(cell).checkpoint.round >= 0
 
-    poll(lambda: all(map(begun, cells)), "the cells have begun", seconds=120, pause=0.05)
+    printed_text = (folder / "printed").read_text
+    poll(lambda: all(map(begun, cells)) and told in printed_text(), "the cells have begun", seconds=120, pause=0.05)
     stop(process)
-    printed, errors = process.communicate(timeout=60)
+    errors = process.communicate(timeout=60)[1]
     poll(lambda: not marked(f"{folder}/"), "no process is left", seconds=30)
     reached = [RunDirectory.open(cell).checkpoint.round for cell in cells]
     assert min(reached) >= 0
@@ -291,7 +293,7 @@ def stop_in_the_middle(
         with pytest.raises(KeyboardInterrupt):
             run_table(table, output)
     assert reported == [reached[0] + 1]
-    return process.returncode, printed, errors
+    return process.returncode, printed_text(), errors
 
 
 @needs_proc
@@ -301,7 +303,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_continues(bad_row, tiny_
     quick = ours | {"label": "quick", "settings": {"rounds": 1}}
     table = make_table(baselines=[], controls=[], rows=[bad_row, quick, ours, alone], seeds=[0])
     code, printed, errors = stop_in_the_middle(
-        table, tmp_path, ["ours", "Alone!"], lambda process: os.killpg(process.pid, signal.SIGINT)
+        table, tmp_path, ["ours", "Alone!"], lambda process: os.killpg(process.pid, signal.SIGINT), "quick, seed 0: knn"
     )  # the whole process group, as from a terminal
     assert code == 130
     assert "the same command continues" in printed
