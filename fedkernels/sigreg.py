@@ -26,8 +26,8 @@ def sigreg(rows: Tensor, directions: Tensor, *, points: int = 17, limit: float =
     and average: views of one image are no independent samples. Draw new directions in every step.
 
     The integrand is even and 0 at 0, so (points - 1) / 2 points are computed, by rotations of the first one. Rows are
-    taken in parts, and once more in the backward pass: beside the inputs, and the B x S projections that wait for the
-    backward pass, it takes some MB however many rows and points there are. torch.func's transforms, forward mode and
+    taken in parts, and once more in the backward pass: beside the inputs, the B x S projections that wait for it and
+    their gradient, it takes some MB however many rows and points there are. torch.func's transforms, forward mode and
     torch.export take the reference, which holds B x S x points complex numbers; a second derivative holds half of that.
 
     Args:
@@ -126,12 +126,13 @@ class _Sums(torch.autograd.Function):
         (projections,) = ctx.saved_tensors
         t = ctx.rule.step * torch.arange(1, ctx.rule.half + 1, dtype=torch.float64, device=grad.device)
         of_cosines, of_sines = (grad * t[:, None]).to(projections.dtype)
-        parts = _parts(projections)
-        results = [torch.zeros_like(part) for part in parts]
-        for part, to in zip(parts, results, strict=True):
+        result = torch.zeros_like(projections)
+        # Autograd takes no change of several views of one tensor: a second derivative needs parts of their own.
+        results = [part.clone() for part in _parts(result)] if torch.is_grad_enabled() else _parts(result)
+        for part, to in zip(_parts(projections), results, strict=True):
             for k, (cosine, sine) in enumerate(_turns(part, ctx.rule)):
                 to.addcmul_(cosine, of_sines[k]).addcmul_(sine, of_cosines[k], value=-1)
-        return torch.cat(results), None
+        return torch.cat(results) if torch.is_grad_enabled() else result, None
 
 
 def _parts(projections: Tensor) -> tuple[Tensor, ...]:

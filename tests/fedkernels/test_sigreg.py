@@ -68,6 +68,12 @@ def test_autocast_does_not_narrow_a_backward_pass_inside_it():
     torch.testing.assert_close(found, with_gradient(sigreg, rows, directions), rtol=0, atol=0)
 
 
+def test_a_first_derivative_puts_no_parts_together(monkeypatch):
+    """Which would hold the B x S numbers once more."""
+    monkeypatch.setattr(torch, "cat", None)
+    assert with_gradient(sigreg, randn(7, 6), randn(6, 5, seed=1))[1].shape == (7, 6)
+
+
 def test_second_derivatives_are_those_of_the_definition(monkeypatch):
     monkeypatch.setattr(sys.modules["fedkernels.sigreg"], "_CHUNK", 15)
     rows, directions = randn(7, 6).requires_grad_(), randn(6, 5, seed=1)
