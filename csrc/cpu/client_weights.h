@@ -8,7 +8,9 @@ namespace fedkernels {
 
 constexpr int64_t WEIGHTS_BLOCK = 32;  // columns of the Cholesky factor that are finished together
 
-static inline int64_t weights_pitch(int64_t clients) { return (clients + WEIGHTS_BLOCK - 1) / WEIGHTS_BLOCK * WEIGHTS_BLOCK; }
+static inline int64_t weights_pitch(int64_t clients) {
+  return (clients + WEIGHTS_BLOCK - 1) / WEIGHTS_BLOCK * WEIGHTS_BLOCK;
+}
 
 // Doubles of workspace: the scaled matrix, its factor, and some vectors.
 static inline int64_t weights_workspace(int64_t clients) {
