@@ -257,8 +257,8 @@ def stop_in_the_middle(
 ) -> tuple[int, str, str]:
     """Run a table with two jobs; `stop` it when the rows' first cells have begun and `told` is printed.
 
-    No process may be left. Gives the exit code and what was printed, to standard output and to standard error. Then the table is continued:
-    the first of the cells must go on at the round after its last one.
+    No process may be left. Gives the exit code and what was printed, to standard output and to standard error. Then the
+    table is continued: the first of the cells must go on at the round after its last one.
     """
     path, output = folder / "table.yaml", folder / "out"
     path.write_text(yaml.safe_dump(table.model_dump()))
