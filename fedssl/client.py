@@ -82,7 +82,7 @@ class LocalRound:
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Log a number, or a scalar tensor, which is read only when the round is over; metrics are means over steps."""
-        self._logged[name].append(value.detach() if isinstance(value, Tensor) else value)
+        self._logged[name].append(value.detach() if isinstance(value, Tensor) and value.requires_grad else value)
 
     def logged(self) -> dict[str, float]:
         """Return the mean of what was logged by each name."""
