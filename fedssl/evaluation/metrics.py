@@ -273,7 +273,7 @@ _ENTRIES = (
     Metric("total_loss", "loss with regularisers", "", 3, "training", in_tables=False),
     Metric("cka", "CKA with the target kernel", "", 3, "training"),
     Metric("gradient_norm", "gradient norm in a round's last step", "", 3, "training", in_tables=False),
-    Metric("rank_kept", "share of a batch's highest effective rank that is left", "", 3, "training", in_tables=False),
+    Metric("rank_kept", "share left of a batch's highest rank", "", 3, "training", in_tables=False),
     Metric("local_model_distance", "local model distance", "", 3, "aggregator"),
     Metric("memory", "memory of a training step", "bytes", 3, "training", in_tables=False),
     Metric("cuda_memory", "peak of allocated GPU memory", "bytes", 3, "training", in_tables=False),
