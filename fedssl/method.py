@@ -25,10 +25,9 @@ from .messages import Message, Transport, from_transport, merge, to_transport
 from .models.model import Model
 from .models.stages import StagedEncoder
 from .objectives.base import Objective
-from .outliers import change_of_mean, shortened, weight_changes
+from .outliers import change_of_mean, joined_statistics, shortened, weight_changes
 from .randomness import deterministic_on, seeded
 from .regularizers.base import Regularizer
-from .running_statistics import joined_statistics
 from .schedules.base import Plan, Schedule
 from .training import TrainingOptions, learning_rate, train_before_rounds, train_locally
 

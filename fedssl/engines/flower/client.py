@@ -24,15 +24,16 @@ from ...errors import SendableError, UserError
 from ...federation import Federation
 from ...messages import Message
 from ...recipe.reading import load_recipe
+from ...recipe.recipe import FlowerOptions
 from ...untrusted import listed, printable
 from ..rounds import evaluate_after
 from .failures import failure_reason
 from .messenger import MOST_REASONS, config_of, one_line
 from .privacy import private_answer
 from .registration import DataForm
-from .site import SiteStates, add_evaluation, site_federation
+from .site import SiteStates, site_federation
 from .site_options import load_site
-from .wire import from_records, to_records
+from .wire import add_evaluation, from_records, to_records
 
 #: what tensors are, by the first part of their names
 _KINDS = {
@@ -77,10 +78,11 @@ def make_client_app(recipe_file: Path, simulated: Callable[[Mapping[str, Any]], 
 
         try:
             with _time_limit(float(task.get("seconds", 0.0))):
-                if work is _train:
-                    content = private_answer(load_recipe(recipe_file, trust=True).flower, message, context, do_work)
-                else:
+                options = load_recipe(recipe_file, trust=True).flower if work is _train else FlowerOptions()
+                if options.secure_aggregation is None and options.differential_privacy is None:
                     content = do_work()
+                else:
+                    content = private_answer(options, message, context, do_work)
             if work is not _register:
                 log(f"sends {_contents(content)}")
         except Exception as error:  # Flower would send its text

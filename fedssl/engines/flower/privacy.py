@@ -28,7 +28,7 @@ from .wire import flatten_weights, from_records, require_finite, to_records, unf
 def private_answer(
     options: FlowerOptions, message: FlowerMessage, context: Context, train: Callable[[], RecordDict]
 ) -> RecordDict:
-    """Return a client's answer to a round's message, protected as `options` say.
+    """Return a client's answer to a round's message, protected as `options` say, which switch on one of both or both.
 
     `options` are the site's own; nothing that the server asks for changes them. `train` returns the answer without
     protection; with secure aggregation it is called only in the stage that needs it.
@@ -37,8 +37,6 @@ def private_answer(
         UserError: raised by `train`; weights are not finite or, with secure aggregation, beyond its clipping_range;
             with differential privacy, the answer has a tensor that was not received.
     """
-    if options.secure_aggregation is None and options.differential_privacy is None:
-        return train()
 
     def answer() -> RecordDict:
         records = train()

@@ -48,8 +48,16 @@ from .privacy import private_federation
 from .privacy_accountant import PrivacyAccountant
 from .registration import ConnectedClients
 from .secure_aggregation import Contents, secure_mean
-from .site import SiteEvaluation, evaluation_fault, split_evaluation
-from .wire import flatten_weights, from_records, on_disk, to_shared_records, unflatten_mean
+from .wire import (
+    SiteEvaluation,
+    evaluation_fault,
+    flatten_weights,
+    from_records,
+    on_disk,
+    split_evaluation,
+    to_shared_records,
+    unflatten_mean,
+)
 
 #: options that may change when a run continues, as no earlier round depends on them
 _CHANGEABLE = tuple(option for option in CHANGEABLE if option.startswith(("flower.", "guard.", "training.")))
@@ -92,7 +100,7 @@ class FlowerClients:
             received, missing = self._exchange("train", contents, number, self._read_answer)
             self._evaluations = {k: evaluation for k, (_, evaluation) in received.items()}
             replies = {k: received[k][0] for k in sorted(received)}
-            self._accountant.keep_only(number, replies)
+            self._accountant.keep_only(number, replies.keys())
         for k in replies:
             self._directory.adopt_client(k, number)
         missing |= {k: self._connected.absence(k) for k in sent if k not in contents}

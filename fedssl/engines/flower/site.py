@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ...data.datasets import load_dataset
 from ...data.digests import DATA_DIGESTS, data_digests, differences, digests_text, read_digests
 from ...data.options import SOURCES, DataOptions
 from ...data.summary import summarise
 from ...errors import SendableError
-from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...federation import Federation, build_federation
 from ...messages import Message
 from ...recipe.recipe import Recipe
@@ -27,13 +23,6 @@ from .site_options import SiteOptions
 
 _CHECKED_SIZE = 32  # pixels a side
 _DIGEST = ".sha256"  # the ending of the file with a state's digest
-_MEASURE = "evaluation/"  # before the name of a measure in an answer
-_SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
-_LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
-_MOST_MEASURES = 100  # each is a line of metrics.csv
-_LONGEST_NAME = 100  # characters in the name of a measure
-#: a client's measures of its own model by name, and the singular values [n] of its test representations if any
-SiteEvaluation = tuple[dict[str, float], Tensor | None]
 
 
 def count_own_images(site: SiteOptions) -> int | None:
@@ -148,40 +137,3 @@ class SiteStates:
 
     def _path(self, round_number: int) -> Path:
         return self._folder / client_file(self._client, round_number)
-
-
-def add_evaluation(reply: Message, measures: dict[str, float], spectrum: Tensor) -> None:
-    """Put an evaluation into a client's answer."""
-    reply.numbers.update({_MEASURE + name: value for name, value in measures.items()})
-    reply.tensors[_SPECTRUM] = spectrum
-
-
-def split_evaluation(reply: Message) -> tuple[Message, SiteEvaluation]:
-    """Return a client's answer without its evaluation, and the evaluation."""
-    measures = {n.removeprefix(_MEASURE): v for n, v in reply.numbers.items() if n.startswith(_MEASURE)}
-    numbers = {name: value for name, value in reply.numbers.items() if not name.startswith(_MEASURE)}
-    tensors = dict(reply.tensors)
-    spectrum = tensors.pop(_SPECTRUM, None)
-    return dataclasses.replace(reply, tensors=tensors, numbers=numbers), (measures, spectrum)
-
-
-def evaluation_fault(measures: dict[str, float], spectrum: Tensor | None) -> str | None:
-    """Return why an evaluation cannot be used; None where it can."""
-    if spectrum is None or spectrum.dim() != 1 or not spectrum.is_floating_point():
-        return "its evaluation has no valid spectrum: expected one dimension of floating-point numbers"
-    if len(spectrum) > _LONGEST_SPECTRUM:
-        return f"its evaluation's spectrum has {len(spectrum)} values, more than {_LONGEST_SPECTRUM}"
-    if not ((spectrum >= 0) & spectrum.isfinite()).all():
-        return "its evaluation's spectrum is invalid: expected finite values that are not negative"
-    if len(measures) > _MOST_MEASURES:
-        return f"its evaluation has {len(measures)} measures, more than {_MOST_MEASURES}"
-    for name, value in measures.items():
-        if not is_measure(name) or len(name) > _LONGEST_NAME:
-            return f"its evaluation holds {name[:100]!r}, which is not a measure of a model"
-        label, measure = split_metric(name)
-        bounds = METRICS[measure].bounds if measure in METRICS else (0.0, 100.0)
-        # rounding may add a little; the singular values on other data are not sent
-        least, most = bounds or (0.0, (_LONGEST_SPECTRUM if label else len(spectrum)) + 1.0)
-        if not least <= value <= most:  # NaN compares false
-            return f"its evaluation has an invalid {name}: expected {least:g} to {most:g}, got {value}"
-    return None

@@ -1,5 +1,7 @@
 """Convert messages: to Flower's records and back, to one vector of weights, and to tensors that lie in a file.
 
+A client's answer may hold an evaluation of its own model, too.
+
 In records all tensors travel as one array, the content of a safetensors file. Flower moves every array by requests of
 its own, each way through the SuperLink's database: some forty a second on two cores, whatever their size. A model of
 100 tensors would take a site's round 400 requests; as one array it takes a few.
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import SendableError, UserError, explained
+from ...evaluation.metrics import METRICS, is_measure, split_metric
 from ...messages import Message
 from ...run_folder.storage import safetensors_of, safetensors_parts
 
@@ -35,7 +38,15 @@ _RECORDS: dict[str, Any] = {
 #: messages of fewer bytes stay in memory; a file for each would cost a round of small models more than it saves
 _SMALL_ANSWER = 2**20
 
+_MEASURE = "evaluation/"  # before the name of a measure in an answer
+_SPECTRUM = "evaluation.spectrum"  # the name of the spectrum in an answer
+_LONGEST_SPECTRUM = 2**16  # singular values: at most one for each feature of an encoder
+_MOST_MEASURES = 100  # each is a line of metrics.csv
+_LONGEST_NAME = 100  # characters in the name of a measure
+
 Vector = NDArray[np.float64]
+#: a client's measures of its own model by name, and the singular values [n] of its test representations if any
+SiteEvaluation = tuple[dict[str, float], Tensor | None]
 
 
 def to_records(message: Message) -> RecordDict:
@@ -85,6 +96,43 @@ def from_records(records: RecordDict) -> Message:
     if faults:
         raise UserError(f"the message has tensors {faults[0]}")
     return Message(tensors, *rest)
+
+
+def add_evaluation(reply: Message, measures: dict[str, float], spectrum: Tensor) -> None:
+    """Put an evaluation into a client's answer."""
+    reply.numbers.update({_MEASURE + name: value for name, value in measures.items()})
+    reply.tensors[_SPECTRUM] = spectrum
+
+
+def split_evaluation(reply: Message) -> tuple[Message, SiteEvaluation]:
+    """Return a client's answer without its evaluation, and the evaluation."""
+    measures = {n.removeprefix(_MEASURE): v for n, v in reply.numbers.items() if n.startswith(_MEASURE)}
+    numbers = {name: value for name, value in reply.numbers.items() if not name.startswith(_MEASURE)}
+    tensors = dict(reply.tensors)
+    spectrum = tensors.pop(_SPECTRUM, None)
+    return replace(reply, tensors=tensors, numbers=numbers), (measures, spectrum)
+
+
+def evaluation_fault(measures: dict[str, float], spectrum: Tensor | None) -> str | None:
+    """Return why an evaluation cannot be used; None where it can."""
+    if spectrum is None or spectrum.dim() != 1 or not spectrum.is_floating_point():
+        return "its evaluation has no valid spectrum: expected one dimension of floating-point numbers"
+    if len(spectrum) > _LONGEST_SPECTRUM:
+        return f"its evaluation's spectrum has {len(spectrum)} values, more than {_LONGEST_SPECTRUM}"
+    if not ((spectrum >= 0) & spectrum.isfinite()).all():
+        return "its evaluation's spectrum is invalid: expected finite values that are not negative"
+    if len(measures) > _MOST_MEASURES:
+        return f"its evaluation has {len(measures)} measures, more than {_MOST_MEASURES}"
+    for name, value in measures.items():
+        if not is_measure(name) or len(name) > _LONGEST_NAME:
+            return f"its evaluation holds {name[:100]!r}, which is not a measure of a model"
+        label, measure = split_metric(name)
+        bounds = METRICS[measure].bounds if measure in METRICS else (0.0, 100.0)
+        # rounding may add a little; the singular values on other data are not sent
+        least, most = bounds or (0.0, (_LONGEST_SPECTRUM if label else len(spectrum)) + 1.0)
+        if not least <= value <= most:  # NaN compares false
+            return f"its evaluation has an invalid {name}: expected {least:g} to {most:g}, got {value}"
+    return None
 
 
 def flatten_weights(tensors: dict[str, Tensor]) -> Vector:
