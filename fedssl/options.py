@@ -150,8 +150,7 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
             found = _option_models(types_at(model, location[:-1]))
             fields = found[0].model_fields.items() if len(found) == 1 else ()
             allowed = [name for name, field in fields if not field.exclude]
-            near = difflib.get_close_matches(location[-1], allowed, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = nearest(location[-1], allowed)
             clauses.append(f"{path}: unknown key; {hint}allowed here are {', '.join(allowed)}")
         elif item["type"] == "missing":
             clauses.append(f"{path}: missing")
@@ -161,6 +160,11 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
                 message = _PATTERNS.get(item["ctx"]["pattern"], message)
             clauses.append(f"{path}: {message}, got {shortened(item['input'])}")
     return clauses
+
+
+def nearest(text: str, names: Sequence[str]) -> str:
+    """Return `did you mean NAME? ` if one of the names is much like a text, else nothing."""
+    return "".join(f"did you mean {name}? " for name in difflib.get_close_matches(text, names, n=1))
 
 
 def shortened(value: Any) -> str:

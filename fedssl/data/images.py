@@ -220,8 +220,8 @@ def _by_files_names(
     depths = [0] if exact else [0, *range(max(file.count("/") for file in files) + 1, 0, -1)]
     for depth in depths:
         named, present = (_by_like_name([n for n in names if n not in taken_for], depth) for names in (table, files))
-        for key in named.keys() & present.keys():
-            if len(named[key]) == len(present[key]) == 1 and present[key][0] not in taken:
+        for key in named:  # in the table's order, in which the message below names the first one
+            if key in present and len(named[key]) == len(present[key]) == 1 and present[key][0] not in taken:
                 taken_for[named[key][0]] = present[key][0]
                 taken.add(present[key][0])
     if not exact and not taken_for:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+
+from ..errors import UserError
 
 _AVERAGES = ("running_mean", "running_var")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -138,8 +139,12 @@ class _Passes(torch.autograd.Function):
         return tuple(plain for _, plain in pairs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # the gradients are to have derivatives: they would be taken for constants
+            raise UserError(
+                "two views that pass through networks at a time have no second derivative: leave create_graph False, "
+                "or train with one thread (OMP_NUM_THREADS=1)"
+            )
         half = len(gradients) // 2
         views = zip(ctx.outputs, (gradients[:half], gradients[half:]), strict=True)
         calls = [partial(_backward, outputs, arrived, ctx.parameters) for outputs, arrived in views]

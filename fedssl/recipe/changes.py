@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import UserError
 from ..options import shortened
@@ -56,11 +56,16 @@ def changed_recipe(file: Path, stored: Recipe, overrides: Sequence[str], done: i
             f"rounds={recipe.rounds} is fewer than before: {rounds_done(done)} of {stored.rounds}, and a run that goes "
             f"on can only get more: give more than {stored.rounds}, or leave rounds out"
         )
-    before, after = (flatten_keys(one.model_dump(mode="json")) for one in (stored, recipe))
-    keys = [key for key in after | before if before.get(key) != after.get(key)]
-    if "evaluation.images" in keys:  # figures before and after could not be compared
+    changed = differences(stored, recipe)
+    if "evaluation.images" in changed:  # figures before and after could not be compared
         raise UserError("evaluation.images cannot change when a run goes on: fedssl evaluate measures on all images")
-    return recipe, [Change(key, _text(before.get(key)), _text(after.get(key))) for key in keys]
+    return recipe, [Change(key, _text(before), _text(after)) for key, (before, after) in changed.items()]
+
+
+def differences(before: Recipe, after: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each option in which two recipes differ, None where a recipe does not have it."""
+    old, new = (flatten_keys(recipe.model_dump(mode="json")) for recipe in (before, after))
+    return {key: (old.get(key), new.get(key)) for key in new | old if old.get(key) != new.get(key)}
 
 
 def rounds_done(done: int) -> str:

@@ -3,14 +3,13 @@
 No part is imported here, so that listing the recipes takes less than a second.
 """
 
-import difflib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UserError
-from ..options import Options, is_text, shortened, types_at
+from ..options import Options, is_text, nearest, shortened, types_at
 from ..untrusted import (
     MOST_BYTES,
     PART_KEYS,
@@ -57,9 +56,8 @@ def read_values(name_or_path: str | Path, kind: Literal["recipe", "table", "pres
         try:
             content = read_regular_file(path, MOST_BYTES).decode()
         except (FileNotFoundError, NotADirectoryError):
-            near = difflib.get_close_matches(text, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"no {kind} {text!r}: {hint}shipped are {', '.join(names)}, or give a .yaml file") from None
+            shipped = f"{nearest(text, names)}shipped are {', '.join(names)}"
+            raise UserError(f"no {kind} {text!r}: {shipped}, or give a .yaml file") from None
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
     values = parse_yaml(content, text)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from pydantic import Field
 from ..data.summary import DataSummary, summarise
 from ..errors import UserError
 from ..evaluation.verdict import enough_passes
-from ..options import Options
+from ..options import Options, nearest
 from ..parts import part_class
 from ..untrusted import PART_KEYS
 from .overrides import apply_override, part_name, read_values, shipped_names, with_paths_from
@@ -100,11 +99,8 @@ def apply_preset(values: dict[str, Any], source: str) -> list[str]:
     if name == "none":
         return []
     if name not in ("auto", *preset_names()):
-        near = difflib.get_close_matches(str(name), preset_names(), n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(
-            f"{source}: preset: {name!r} is unknown; {hint}expected auto, none or {', '.join(preset_names())}"
-        )
+        hint, names = nearest(str(name), preset_names()), ", ".join(preset_names())
+        raise UserError(f"{source}: preset: {name!r} is unknown; {hint}expected auto, none or {names}")
     data, reason = _UNKNOWN, "the recipe or the command line names it"
     if name == "auto":
         try:

@@ -24,7 +24,7 @@ from ..untrusted import NAME_PATTERN, TEXT_PATTERN
 
 
 class LocalDP(Options):
-    """Each client clips its update and adds noise before anything leaves it (Flower's LocalDpMod).
+    """Each client clips its update and adds noise before anything leaves it, by Flower's functions.
 
     The noise of every entry has the standard deviation 2 * clipping_norm * sqrt(2 ln(1.25 / delta)) / epsilon, the
     Gaussian mechanism of Dwork and Roth (2014, theorem A.1), whose proof is for epsilon below 1. epsilon sets the noise

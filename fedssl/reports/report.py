@@ -182,7 +182,7 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
 def _evaluated_metrics(runs: Sequence[Run]) -> list[str]:
     """Return the metrics that any run has before or after its training."""
     others = {metric for run in runs for _, _, metric in run.values if is_measure(metric)} - set(EVALUATED)
-    metrics = [*EVALUATED, *sorted(others)]
+    metrics = [metric for metric in (*EVALUATED, *sorted(others)) if metric != "viewed_images"]  # it is of the verdict
     return [metric for metric in metrics if _values(runs, metric, "before") or _values(runs, metric, "after")]
 
 

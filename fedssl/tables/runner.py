@@ -27,7 +27,8 @@ from ..errors import UserError
 from ..export.encoder_folder import export_encoder, is_encoder_folder
 from ..federation import require_same_data
 from ..interrupts import interrupts_ignored
-from ..recipe.overrides import flatten_keys, read_values
+from ..recipe.changes import differences
+from ..recipe.overrides import read_values
 from ..recipe.reading import load_stored_recipe, parse_recipe
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import MetricRow, RunDirectory
@@ -100,19 +101,18 @@ def _check_recipe(cell: Cell) -> None:
 
     An option that is missing in the stored recipe was added later; the run used its default.
     """
-    wanted = yaml.safe_load(cell.recipe.to_yaml())
     directory = RunDirectory.open(cell.path)
-    known = set(own_parts(read_values(directory.path / "recipe.yaml"))) <= set(own_parts(wanted))
-    stored = flatten_keys(yaml.safe_load(load_stored_recipe(directory, trust=known, resuming=True).to_yaml()))
-    wanted = flatten_keys(wanted)
-    for key in dict.fromkeys([*wanted, *stored]):
+    wanted_parts = own_parts(cell.recipe.model_dump(mode="json"))
+    known = set(own_parts(read_values(directory.path / "recipe.yaml"))) <= set(wanted_parts)
+    recipe = load_stored_recipe(directory, trust=known, resuming=True)
+    for key, (stored, wanted) in differences(recipe, cell.recipe).items():
         matters = not key.startswith(("description", "clients_parallel", "evaluation.patience", "model.digests"))
         # the table's folder decides an oracle, and a run records a teacher's digest and width, and percentiles
         is_found = key.endswith((".oracle", ".teacher_digest", ".teacher_features"))
-        is_found |= key.startswith("data.window") and wanted.get("data.window") == "percentiles"
-        if matters and not is_found and wanted.get(key) != stored.get(key):
+        is_found |= key.startswith("data.window") and cell.recipe.data.window == "percentiles"
+        if matters and not is_found:
             raise UserError(
-                f"{cell.path} was made with {key}={stored.get(key)}, now it is {wanted.get(key)}: "
+                f"{cell.path} was made with {key}={stored}, now it is {wanted}: "
                 "name another output, or remove that folder"
             )
 

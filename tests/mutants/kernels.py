@@ -86,6 +86,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Plants the faults of csrc/cpu and tells which test finds each.")
     parser.add_argument("files", nargs="*", help="names of files, as in nt_xent.cpp (default: what has no result yet)")
     given = parser.parse_args()
+    if unknown := set(given.files) - {Path(fault.file).name for fault in faults()}:
+        parser.error(f"no fault is marked in {', '.join(sorted(unknown))}; expected names of files in csrc/cpu")
     kept: dict[str, list[str]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     results = {}
     COPY.mkdir(parents=True, exist_ok=True)

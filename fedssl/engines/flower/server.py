@@ -32,8 +32,7 @@ from ...federation import Federation, build_federation, require_same_data
 from ...guard import TOLD_CAPPED, capped_images
 from ...messages import Message
 from ...options import shortened
-from ...recipe.changes import CHANGEABLE
-from ...recipe.overrides import flatten_keys
+from ...recipe.changes import CHANGEABLE, differences
 from ...recipe.reading import load_recipe, load_stored_recipe
 from ...recipe.recipe import Recipe
 from ...run_folder.creation import alone_in, default_folder
@@ -291,13 +290,10 @@ def _files_of_sites(federation: Federation, connected: ConnectedClients) -> dict
 
 def _require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:
     """Raise UserError where a run that continues has another recipe than before, in more than `_CHANGEABLE`."""
-    stored = flatten_keys(load_stored_recipe(directory, resuming=True).model_dump(mode="json"))
-    given = flatten_keys(recipe.model_dump(mode="json"))
-    changed = [key for key in stored | given if stored.get(key) != given.get(key)]
-    key = next((key for key in changed if key not in _CHANGEABLE), None)
-    if key is not None:
-        raise UserError(
-            f"{directory.path} holds a run of another recipe: {key} is {shortened(stored.get(key))} in that run, but "
-            f"{shortened(given.get(key))} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run "
-            "continues: name another folder (fedssl app --output), or write the app with the run's recipe"
-        )
+    for key, (stored, given) in differences(load_stored_recipe(directory, resuming=True), recipe).items():
+        if key not in _CHANGEABLE:
+            raise UserError(
+                f"{directory.path} holds a run of another recipe: {key} is {shortened(stored)} in that run, but "
+                f"{shortened(given)} in this app's recipe. Only {', '.join(_CHANGEABLE)} may change when a run "
+                "continues: name another folder (fedssl app --output), or write the app with the run's recipe"
+            )
