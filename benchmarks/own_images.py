@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder of README.md and results.json")
     options = parser.parse_args(arguments)
     if (options.sizes or options.minutes) and options.output == FOLDER:
-        parser.error("--sizes and --minutes measure other cases than those of the committed table: give --output FOLDER")
+        parser.error("--sizes and --minutes measure other cases than the committed table has: give --output FOLDER")
     with np.load(options.images) as stored:
         arrays = {key: stored[key] for key in ("x_train", "y_train", "x_test", "y_test")}
     cases = [case for case in CASES if not options.sizes or case.size in options.sizes]
