@@ -22,12 +22,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
-from tests.fedssl.test_shipped_recipes import PARTS, SMALL
+from tests.fedssl.test_shipped_recipes import SMALL, settings
 
 PROGRAM = [sys.executable, "-m", "fedssl"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "SOURCE_DATE_EPOCH": "0"}
@@ -41,6 +43,8 @@ TABLE = {
     "settings": {"preset": "digits"},
     "rows": [{"label": "aligned", "recipe": "hetero_ssfl"}, {"label": "alone", "recipe": "local_only"}],
 }
+#: images of the file that an encoder embeds
+SIZES = {"train": 20, "test": 9}
 CONSORTIUM = {"name": "ours", "server": {"address": "localhost", "port": 8000}, "sites": ["hospital-a", "hospital-b"]}
 
 
@@ -54,13 +58,8 @@ def command(*arguments: str, folder: Path, expected: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def settings(name: str, *more: str) -> list[str]:
-    clients = 1 if name.startswith(("centralised", "scratch")) else 2
-    return [name, *SMALL, f"partition={{name: iid, clients: {clients}}}", *PARTS.get(name, []), *more]
-
-
 def kill_and_resume(folder: Path) -> None:
-    run = [*PROGRAM, "run", *settings("fedema", "rounds=12"), "--output", "killed"]
+    run = [*PROGRAM, "run", "fedema", *settings("fedema", "rounds=12"), "--output", "killed"]
     process = subprocess.Popen(run, cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     manifest = folder / "killed" / "checkpoints" / "manifest.json"
     while process.poll() is None and not (manifest.is_file() and json.loads(manifest.read_text())["round"] >= 2):
@@ -71,15 +70,12 @@ def kill_and_resume(folder: Path) -> None:
 
 
 def evaluated_and_exported(folder: Path) -> None:
-    command("run", *settings("fedsimclr"), "--output", "finished", folder=folder)
+    command("run", "fedsimclr", *settings("fedsimclr"), "--output", "finished", folder=folder)
     command("evaluate", "finished", "--semi-supervised", "0.5", "--fine-tune", "train", folder=folder)
     command("export", "finished", "encoder", folder=folder)
-    (folder / "images.py").write_text(
-        "import numpy as np; r = np.random.default_rng(0)\n"
-        "np.savez('images.npz', x_train=r.integers(0, 256, (20, 8, 8), np.uint8), y_train=np.arange(20) % 2,"
-        " x_test=r.integers(0, 256, (9, 8, 8), np.uint8), y_test=np.arange(9) % 2)"
-    )
-    subprocess.run([sys.executable, "images.py"], cwd=folder, check=True)
+    random = np.random.default_rng(0)
+    images = {f"x_{part}": random.integers(0, 256, (size, 8, 8), np.uint8) for part, size in SIZES.items()}
+    np.savez(folder / "images.npz", **images, **{f"y_{part}": np.arange(size) % 2 for part, size in SIZES.items()})
     command("embed", "encoder", "images.npz", "--output", "features.npz", folder=folder)
     command("evaluate", "encoder", "--data", "name=npz,path=images.npz", folder=folder)
     command("report", "finished", folder=folder)
@@ -87,21 +83,23 @@ def evaluated_and_exported(folder: Path) -> None:
 
 def work(folder: Path, processes: int) -> None:
     """Run everything that leaves files in `folder`."""
+
+    def run_of(name: str, output: str, *more: str) -> str:
+        return command("run", name, *settings(name, *more), "--output", output, folder=folder)
+
     names = [f.stem for f in sorted((Path(__file__).parent.parent / "fedssl" / "recipes").glob("*.yaml"))]
     (folder / "table.yaml").write_text(yaml.safe_dump(TABLE))
     (folder / "consortium.yaml").write_text(yaml.safe_dump(CONSORTIUM))
     jobs: list[Any] = [
-        lambda: command("run", *settings("fedu2", "engine=flower-simulation"), "--output", "on-ray", folder=folder),
+        lambda: run_of("fedu2", "on-ray", "engine=flower-simulation"),
         lambda: kill_and_resume(folder),
         lambda: evaluated_and_exported(folder),
         lambda: command("run-table", "table.yaml", *SMALL, "partition={name: iid, clients: 2}", folder=folder),
-        lambda: command("run", *settings("fedu", "clients_parallel=2"), "--output", "two-workers", folder=folder),
+        lambda: run_of("fedu", "two-workers", "clients_parallel=2"),
         lambda: command("app", "fedbyol", "app", *SMALL, "partition={name: iid, clients: 2}", folder=folder),
         lambda: command("provision", "consortium.yaml", folder=folder),
     ]
-    jobs += [
-        lambda name=name: command("run", *settings(name), "--output", f"runs/{name}", folder=folder) for name in names
-    ]
+    jobs += [partial(run_of, name, f"runs/{name}") for name in names]
     with ThreadPoolExecutor(processes) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()
@@ -110,13 +108,8 @@ def work(folder: Path, processes: int) -> None:
     for name in names:
         (printed / f"show {name}").write_text(command("show", name, folder=folder))
         (printed / f"show --yaml {name}").write_text(command("show", name, "--yaml", folder=folder))
-    for others in (
-        ["recipes"],
-        ["presets"],
-        ["tables"],
-        ["partition", *settings("fedbyol")],
-        ["cost", *settings("fedu2")],
-    ):
+    listed = ["recipes"], ["presets"], ["tables"]
+    for others in (*listed, ["partition", "fedbyol", *settings("fedbyol")], ["cost", "fedu2", *settings("fedu2")]):
         (printed / " ".join(others)[:60].replace("/", "|")).write_text(command(*others, folder=folder))
     for path in ([], *commands()):
         (printed / f"--help {' '.join(path)}").write_text(command(*path, "--help", folder=folder))
@@ -177,7 +170,7 @@ def public_names() -> dict[str, str]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    files = [f for f in sorted(folder.rglob("*")) if f.is_file() and f.name not in {"images.py", "table.yaml"}]
+    files = [f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != "table.yaml"]
     found = {shape(f.relative_to(folder)): hashlib.sha256(content(f, folder)).hexdigest() for f in files}
     return found | public_names()
 

@@ -45,9 +45,14 @@ case "$*" in *fedkernels.self_test) exit 3 ;; *benchmarks*) exit 124 ;; esac
 """
 
 
+Call = Callable[..., tuple[int, str, list[str]]]
+
+
 @pytest.fixture
-def call(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
+def call(tmp_path: Path) -> Call:
     """Calls the script in a repository of its own, with a pack. -> exit code, output, and how it called Python"""
+    if sys.platform != "linux":
+        pytest.skip("timeout and du as Linux has them")
     for folder in ("benchmarks", "fedkernels", "build/gpu/fedkernels", "build/gpu/wheels"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks/on_gpu.sh", tmp_path / "benchmarks")
@@ -68,13 +73,7 @@ def call(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
     return run
 
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="timeout and du as Linux has them")
-
-
-@LINUX
-def test_a_step_that_fails_does_not_end_the_others(
-    call: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
-) -> None:
+def test_a_step_that_fails_does_not_end_the_others(call: Call, tmp_path: Path) -> None:
     code, printed, (unpacked, self_test, tests) = call("correctness")
     assert code == 1
     assert "] self_test: exit code 3" in printed
@@ -86,8 +85,7 @@ def test_a_step_that_fails_does_not_end_the_others(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["self_test.txt", "tests.txt"]
 
 
-@LINUX
-def test_what_the_call_for_speed_calls_exists(call: Callable[..., tuple[int, str, list[str]]]) -> None:
+def test_what_the_call_for_speed_calls_exists(call: Call) -> None:
     code, printed, (_, *trained, measured) = call("speed")
     assert code == 1
     assert "] operators: exit code 124, not ready after 230 s" in printed
@@ -98,11 +96,8 @@ def test_what_the_call_for_speed_calls_exists(call: Callable[..., tuple[int, str
         assert load_recipe("fedu2", words[5 : words.index("--output")]).training.precision == precision
 
 
-@LINUX
 @pytest.mark.parametrize(("megabytes", "code"), [(1, 0), (70, 1)])
-def test_a_pack_tells_whether_it_may_travel(
-    megabytes: int, code: int, call: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
-) -> None:
+def test_a_pack_tells_whether_it_may_travel(megabytes: int, code: int, call: Call, tmp_path: Path) -> None:
     with (tmp_path / "images.npz").open("wb") as file:
         file.truncate(megabytes << 20)
     (tmp_path / "build/gpu/stale").touch()
@@ -118,15 +113,11 @@ def test_a_pack_tells_whether_it_may_travel(
     assert [path.name for path in (tmp_path / "build/gpu").iterdir()] == ["cifar10.npz"]
 
 
-@LINUX
-def test_a_pack_whose_module_is_not_compiled_ends_there(
-    call: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
-) -> None:
+def test_a_pack_whose_module_is_not_compiled_ends_there(call: Call, tmp_path: Path) -> None:
     (tmp_path / "python").write_text(PYTHON + 'case "$*" in *build_ext*) exit 4 ;; esac\n')
     code, _, calls = call("pack")
     assert (code, len(calls)) == (4, 1)
 
 
-@LINUX
-def test_other_calls_are_refused(call: Callable[..., tuple[int, str, list[str]]]) -> None:
+def test_other_calls_are_refused(call: Call) -> None:
     assert call("tests")[:2] == (2, "on_gpu.sh: expected pack [CIFAR10.npz], correctness or speed, got: tests\n")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,16 +49,6 @@ def finished(size: str = "B = 4") -> dict[str, Any]:
     )
     one = Case(size, lambda device: {}, (), floor=Floor("a product", lambda inputs: dict), bars=bars)
     return measure.finish(one, rows, [0.001, 0.001, 0.001], {})
-
-
-@pytest.fixture
-def canned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """main() without measuring, on a page of its own."""
-    monkeypatch.setattr(command, "measure_case", lambda operator, index, _: finished(f"{operator} {index}"))
-    page = tmp_path / "speed.md"
-    page.write_text(f"before\n{write.START}\nold\n{write.END}\nafter\n", encoding="utf-8")
-    monkeypatch.setattr(write, "SPEED_PAGE", page)
-    return page
 
 
 @pytest.mark.nightly  # a process for each implementation
@@ -98,35 +89,33 @@ def test_medians_ratios_and_bars() -> None:
 
 
 def test_a_run_writes_its_operators_and_the_page_between_its_marks_unless_it_is_interrupted(
-    canned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "results"
+    folder, page = tmp_path / "results", tmp_path / "speed.md"
+    page.write_text(f"before\n{write.START}\nold\n{write.END}\nafter\n", encoding="utf-8")
+    monkeypatch.setattr(write, "SPEED_PAGE", page)
     monkeypatch.setattr(write, "default_folder", lambda settings: folder)
+    monkeypatch.setattr(command, "measure_case", lambda operator, index, _: finished(f"{operator} {index}"))
     assert command.main(["delta_gram", "apply_deltas"]) == 0
-    first, page = json.loads((folder / "results.json").read_text()), canned.read_text()
-    assert page.startswith(f"before\n{write.START}\n## ")
-    assert page.endswith(f"{write.END}\nafter\n")
-    assert "old" not in page
-    assert "| `delta_gram` | delta_gram 0 | 2.00 | fast 4.00 | 2.00 | 2.00 | 2.0 | - |" in page
+    first, text = json.loads((folder / "results.json").read_text()), page.read_text()
+    assert text.startswith(f"before\n{write.START}\n## ")
+    assert text.endswith(f"{write.END}\nafter\n")
+    assert "old" not in text
+    assert "| `delta_gram` | delta_gram 0 | 2.00 | fast 4.00 | 2.00 | 2.00 | 2.0 | - |" in text
     assert command.main(["apply_deltas", "--threads", "5", "--output", str(folder)]) == 0
     second = json.loads((folder / "results.json").read_text())
     assert second["delta_gram"] == first["delta_gram"]
     assert second["apply_deltas"]["environment"]["threads"] == 5
-    assert canned.read_text() == page
+    assert page.read_text() == text
     second["apply_deltas"]["environment"] |= {"torch": "2.99.0+cpu"}  # as on another machine
     (folder / "results.json").write_text(json.dumps(second))
     one, other = write.short_tables(tmp_path).split("## ")[1:]
     assert "torch 2.99.0\n" in other
     assert ("| `delta_gram`" in one, "| `apply_deltas`" in one) == (True, False)
-
-    def interrupt(*_: Any, **__: Any) -> dict[str, Any]:
-        raise KeyboardInterrupt
-
-    files = folder / "results.json", folder / "results.md", canned
-    before = [path.read_bytes() for path in files]
-    monkeypatch.setattr(command, "measure_case", interrupt)
+    before = [path.read_bytes() for path in (*folder.iterdir(), page)]
+    monkeypatch.setattr(command, "measure_case", Mock(side_effect=KeyboardInterrupt))
     assert command.main(["delta_gram"]) == 130
-    assert [path.read_bytes() for path in files] == before
+    assert [path.read_bytes() for path in (*folder.iterdir(), page)] == before
 
 
 COMMITTED = sorted(path.parent for path in (measure.ROOT / "benchmarks/results/cpu").glob("*/results.json"))
@@ -330,21 +319,17 @@ def test_new_failures_and_calls_are_those_of_the_drop_in(suites: Path, tmp_path:
     assert "| mine | ours adds one | 1 | `test_ours_fails[2]` |" in page
 
 
-def test_a_run_of_one_library_leaves_the_rows_of_others(
+def test_a_run_of_one_library_leaves_the_rows_of_others_and_tests_that_never_call_a_drop_in_are_refused(
     suites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arguments = ["--suites", str(suites), "--output", str(tmp_path)]
+    monkeypatch.setattr(peer_suites, "outcomes", lambda *_: ({"test_library::test": ""}, {"library.Loss": 0}))
+    with pytest.raises(SystemExit, match=r"^mine: the tests called none of library\.Loss$"):
+        peer_suites.main(arguments)
     shutil.copytree(suites / "mine", suites / "other")
     monkeypatch.setattr(peer_suites, "PEERS", peer_suites.PEERS | {"other": peer_suites.PEERS["mine"]})
     counts = {"tests": 1, "original": 1, "drop_in": 1, "calls": {"library.Loss": 1}, "new": {}}
     monkeypatch.setattr(peer_suites, "compare", lambda name, *_: {"version": name, **counts})
     for name in ("other", "mine", "mine"):
-        assert peer_suites.main([name, "--suites", str(suites), "--output", str(tmp_path)]) == 0
+        assert peer_suites.main([name, *arguments]) == 0
     assert list(json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))) == ["mine", "other"]
-
-
-def test_tests_that_never_call_a_drop_in_are_refused(
-    suites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_suites, "outcomes", lambda *_: ({"test_library::test": ""}, {"library.Loss": 0}))
-    with pytest.raises(SystemExit, match=r"^mine: the tests called none of library\.Loss$"):
-        peer_suites.main(["--suites", str(suites), "--output", str(tmp_path)])

@@ -12,9 +12,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from fedkernels.internal import checks, contrastive_cuda, linear_cka_cuda, native, transport_warnings
 from tests.cuda_on_cpu.emulation import OPS, ORDERS, assert_same, set_up
+from tests.cuda_on_cpu.host_reads import no_host_reads
 
 # What fedkernels/linear_cka.py and fedkernels/internal/contrastive.py register for CUDA.
 IN_PYTHON = {
@@ -42,7 +44,7 @@ class Bindings:
         self.declared = torch.library.Library(library, "FRAGMENT")
         for name in names:
             self.declared.define(name + native.SCHEMAS[name])
-        self.path, self.handle = path, ctypes.CDLL(str(path))
+        self.handle = ctypes.CDLL(str(path))
         self.operators = {name: getattr(getattr(torch.ops, library), name).default for name in names}
         self.arrival = Mock(**{"query.return_value": True})  # of what is copied to the host meanwhile
 
@@ -89,10 +91,13 @@ class Bindings:
             yield called
 
     def results(self, call: Callable[..., Any], *inputs: Any, **device: int) -> Any:
-        """call(*inputs) in each order of the threads, on a device like this; -> its tensors, which must be equal."""
-        found = []
+        """call(*inputs) in each order of the threads, on a device like this; -> its tensors, which must be equal.
+
+        Meanwhile the host must not wait for values.
+        """
+        found, given = [], [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
         for order in ORDERS:
-            with self.on_cuda(order, **device) as called:
+            with self.on_cuda(order, **device) as called, no_host_reads(given):
                 found.append(call(*inputs))
             assert called
         assert_same(*found)

@@ -1,11 +1,6 @@
-"""A GPU for the self-test: the emulated kernels as the operators of tensors on the CPU, which count as CUDA's.
-
-`python -m tests.cuda_on_cpu.emulated_card LIBRARY FAULT GPU OPERATOR...` is the child process of the self-test with the
-emulated kernels of the file LIBRARY.
-"""
+"""A GPU for the self-test: the emulated kernels as the operators of tensors on the CPU, which count as CUDA's."""
 
 import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,11 +64,3 @@ class EmulatedCard(Bindings):
             patch.setattr(first_contact, "verdicts", {})
             patch.setattr(first_contact, "_results", {})
             yield called
-
-
-if __name__ == "__main__":
-    path, fault, gpu, *operators = sys.argv[1:]
-    card = EmulatedCard(Path(path))
-    with card.in_use():
-        card.plant(int(fault))
-        self_test_process.run_as_child(int(gpu), operators)

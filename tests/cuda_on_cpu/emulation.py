@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,17 +34,6 @@ _WEEK = 7 * 24 * 3600  # seconds
 # What memory starts as (NaN in every dtype, or large finite numbers), and whether warps and blocks run from the last to
 # the first, blocks in turn. Results must be the same to the last bit.
 ORDERS = ((0x7FFF, False), (0x4B4B, True))
-_fresh_memory = 0x7FFF  # of the order that runs
-
-
-class EmulationError(AssertionError):
-    """The emulation found a fault, or a kernel's host function reported one."""
-
-
-def poison(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Memory that a kernel has to fill. It differs in the two orders, so that what is read unwritten shows."""
-    entry = bytearray(_fresh_memory.to_bytes(2, "little") * (dtype.itemsize // 2))
-    return torch.frombuffer(entry, dtype=dtype).expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def set_up(
@@ -59,8 +47,6 @@ def set_up(
 
     `grid_limit`: the most blocks on the second and third side of a grid.
     """
-    global _fresh_memory
-    _fresh_memory = order[0]
     library.cuda_on_cpu_settings(order[0], int(order[1]), multiprocessors, ctypes.c_size_t(shared_limit), grid_limit)
 
 
@@ -75,47 +61,12 @@ def assert_same(found: Any, again: Any) -> None:
             assert_same(one, other)
 
 
-class Library:
-    """One .cu file and the emulation, loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.handle = ctypes.CDLL(str(path))
-
-    def call(self, function: str, *arguments: object) -> None:
-        """Calls once. A tensor goes as its address; None is a null pointer, also the stream."""
-        call = getattr(self.handle, function)
-        call.restype = ctypes.c_char_p
-        error = call(*(_plain(argument) for argument in arguments))
-        if error is not None:
-            raise EmulationError(error.decode())
-
-    def results(self, run: Callable[[Callable[..., None]], Any], **device: int) -> Any:
-        """run(call) in each order of the threads, on a device like this; -> its tensors, which must be equal."""
-        found = []
-        for order in ORDERS:
-            set_up(self.handle, order, **device)
-            found.append(run(self.call))
-        assert_same(*found)
-        return found[0]
-
-
-def _plain(argument: object) -> object:
-    if isinstance(argument, Tensor):
-        assert argument.is_contiguous()
-        return ctypes.c_void_p(argument.data_ptr())
-    if argument is None:
-        return ctypes.c_void_p(None)
-    c_type = {bool: ctypes.c_int, int: ctypes.c_int64, float: ctypes.c_double}.get(type(argument))
-    return c_type(argument) if c_type else argument
-
-
 class Compiler:
     """Compiles each file once, for all processes. What it makes is kept until it has not been used for a week."""
 
     def __init__(self) -> None:
         if COMPILER is None:
             pytest.skip("no C++ compiler")
-        self.libraries: dict[tuple[Path, str, str], Library] = {}
         version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True).stdout
         state = hashlib.sha256(f"{COMPILER} {version} {TORCH} {torch.__version__}".encode())
         for header in sorted(header for folder in (HERE, ROOT / "csrc") for header in folder.rglob("*.h")):
@@ -140,22 +91,13 @@ class Compiler:
                 command = [str(COMPILER), *arguments, "-o", f"{made}.new"]
                 done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True)
                 if done.returncode:
-                    raise EmulationError(f"{' '.join(command)}\n{done.stderr}")
+                    raise AssertionError(f"{' '.join(command)}\n{done.stderr}")
                 os.replace(f"{made}.new", made)
             os.utime(made)
         return made
 
     def _runtime(self) -> Path:
         return self._make("runtime", "-O1", text=(HERE / "runtime.cpp").read_text(encoding="utf-8"))
-
-    def load(self, source: Path, old: str = "", new: str = "") -> Library:
-        """The file alone, with `old`, which it holds once, as `new`."""
-        if (source, old, new) not in self.libraries:
-            text = text_of(source)
-            assert not old or text.count(old) == 1, f"{source} holds {text.count(old)} times: {old}"
-            kernel = self._make(source.stem, "-O1", text=text.replace(old, new) if old else text)
-            self.libraries[source, old, new] = Library(self._make(f"{source.stem}.so", kernel, self._runtime()))
-        return self.libraries[source, old, new]
 
     def bindings(self, library: str, kernels: dict[str, str]) -> Path:
         """csrc/ops/*_cuda.cpp over kernels, by name their texts, as operators torch.ops.<library> for the CPU."""

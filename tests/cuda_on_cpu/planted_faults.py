@@ -140,12 +140,6 @@ unbalanced_ot.cu: unbalanced_ot_kernel, float32, [1, 9, 130], steepest, several 
 client_weights.cu: a launch error, all (client_weights)
 -launch(shape, stream, client_weights_kernel,
 +launch({shape.grid, dim3(shape.block.x + FAULT), shape.shared}, stream, client_weights_kernel,
-client_weights.cu: a hang, all (client_weights)
--double* const factor = vectors + OF_VECTORS;
-+while (FAULT) usleep(1000); double* const factor = vectors + OF_VECTORS;
-client_weights.cu: an illegal address, all (client_weights)
--double* const vectors = dynamic_shared<double>();
-+if (FAULT) *reinterpret_cast<volatile int*>(16) = 1; double* const vectors = dynamic_shared<double>();
 """
 # As above: barriers that are missing, and memory that is shared by mistake. What finds them is one of the two orders.
 _PATCH_OF_ORDERS = """
@@ -200,8 +194,32 @@ unbalanced_ot.cu: unbalanced_ot_kernel, the last wait (unbalanced_ot)
 unbalanced_ot.cu: unbalanced_ot_kernel, scratch of its own (unbalanced_ot)
 -memory + team * (layout.end() - layout.in_shared)
 +memory + (FAULT ? 0 : team) * (layout.end() - layout.in_shared)
+contrastive_tensor_cores.cu: contrastive_kernel, the wait for a copy (info_nce)
+-    copy_async_wait<0>();
+-    __syncthreads();  // the tile is there
++    if (!FAULT) copy_async_wait<0>();
++    __syncthreads();  // the tile is there
+contrastive_tensor_cores.cu: contrastive_kernel, a barrier of some threads (info_nce)
+-  copy_async_wait<0>();
+-  __syncthreads();
+-
++  copy_async_wait<0>();
++  if (!FAULT || threadIdx.x) __syncthreads();
++
+contrastive_tensor_cores.cu: contrastive_kernel, a shuffle of some lanes (info_nce)
+-top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
++if (!FAULT || lane) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
 """
-_PRELUDE = '#include <unistd.h>\nextern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
+# As above: memory that a kernel was not given. AddressSanitizer finds them.
+_PATCH_OF_BOUNDS = """
+contrastive_tensor_cores.cu: contrastive_kernel, global memory (info_nce)
+-i + row < valid ? 16 : 0);
++i + row < valid + FAULT ? 16 : 0);
+contrastive_tiles.cu: column_sums_kernel, shared memory (similarity_logsumexp)
+-for (int i = 0; i < GROUPS<Number>; ++i) sum += totals[i][lane];
++for (int i = 0; i < GROUPS<Number> + FAULT; ++i) sum += totals[i][lane];
+"""
+_PRELUDE = 'extern "C" {\n__attribute__((weak)) int fedkernels_fault = 0;\n}\n'
 
 
 class Fault(NamedTuple):
@@ -227,9 +245,9 @@ def _parsed(patch: str) -> list[Fault]:
     return faults
 
 
-OF_ORDERS = _parsed(_PATCH_OF_ORDERS)
-*FAULTS, LAUNCH, HANG, CRASH = _parsed(_PATCH)  # the last three: what a launch reports, and what no process survives
-ALL = [*FAULTS, LAUNCH, HANG, CRASH, *OF_ORDERS]
+OF_ORDERS, OF_BOUNDS = _parsed(_PATCH_OF_ORDERS), _parsed(_PATCH_OF_BOUNDS)
+*FAULTS, LAUNCH = _parsed(_PATCH)  # the last one: what a launch reports
+ALL = [*FAULTS, LAUNCH, *OF_ORDERS, *OF_BOUNDS]
 
 
 def number_of(fault: Fault) -> int:

@@ -19,11 +19,9 @@ from fedkernels import (
     client_weights,
     debiased_cka,
     debiased_cka_pairwise,
-    info_nce,
     linear_cka,
     linear_cka_pairwise,
     linear_cka_to_kernel,
-    nt_xent,
     unbalanced_ot,
 )
 from fedkernels.internal import native, transport_warnings
@@ -31,26 +29,25 @@ from fedssl.regularizers.uniformity import Uniformity
 from tests.cuda_on_cpu.bindings import IN_PYTHON
 from tests.cuda_on_cpu.emulation import ORDERS, SANITIZED, assert_same
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
-from tests.cuda_on_cpu.test_contrastive import WIDE_LOSSES
 from tests.fedkernels import test_cuda
-from tests.fedkernels.test_cuda import BF16, FP16, FP32, FP64, MORE, ROWS, Case, assert_near, randn, with_gradients
+from tests.fedkernels.test_cuda import FP16, FP32, FP64, Case, assert_near, randn, with_gradients
 from tests.fedssl.regularizers.terms import Local, step_of
 
 OF_REFERENCES = "apply_deltas", "delta_gram"  # which have no CUDA kernels
 
 pytestmark = pytest.mark.skipif(SANITIZED, reason="margins around all memory find here what AddressSanitizer would")
 
+TAKES_LONG = "unbalanced_ot", "unbalanced_ot, large"  # the case with masks has the former's sizes
+# test_contrastive.py has the losses, but for these.
+UNUSUAL_LOSSES = {name for name in test_cuda.OF_LOSSES if name.endswith(("one row", "two dtypes", "wide rows"))}
 CASES = {
     name: case
     for name, case in test_cuda.CASES.items()
-    if name != "unbalanced_ot, large" and not name.startswith(OF_REFERENCES)  # the former takes minutes here
+    if name not in {*TAKES_LONG, *test_cuda.OF_LOSSES} - UNUSUAL_LOSSES and not name.startswith(OF_REFERENCES)
 }
 CASES |= {
     "unbalanced_ot, a team of blocks, float16": Case(
         lambda cost: [unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, tol=1e-3)], [randn(2, 5, 150)], FP16, 5e-3
-    ),
-    "linear_cka, one gradient": Case(
-        with_gradients(lambda x: linear_cka(x, x[..., :3].detach())), [randn(2, 3, 20, 9)], BF16, 1e-2
     ),
 }
 
@@ -70,40 +67,22 @@ def of_batches(make: type[CKAAccumulator] | type[MinibatchCKA]) -> Case:
     return Case(call, [randn(100, 9), randn(100, 50, seed=1)], FP32, 1e-5)
 
 
-def of_losses(kernels: set[str], *names: str) -> dict[str, tuple[set[str], Case]]:
-    """Those of test_contrastive.py that call these kernels."""
-    return {name: (kernels, Case(WIDE_LOSSES[name][0], list(WIDE_LOSSES[name][1]), FP32, 1e-5)) for name in names}
-
-
-X, Y, VIEW, TEMPERATURE = randn(40, 9), randn(40, 50, seed=1), MORE[:37], torch.tensor(0.3)
-SIMILARITIES = {"scaled_similarity_logsumexp", "scaled_similarity_logsumexp_gradients"}
-# What has no CUDA kernels of its own: the kernels of others that it calls, or none where its reference serves.
+X, Y = randn(40, 9), randn(40, 50, seed=1)
+# What has no CUDA kernels of its own, and calls none where its reference serves.
 WITHOUT_OWN_KERNELS = {
-    "info_nce, a tensor of temperature": (set(), exact(info_nce, ROWS, MORE, TEMPERATURE)),
-    "info_nce, an offset and negatives": (
-        set(),
-        exact(lambda q, k, n: info_nce(q, k, 0.3, positives=4, negatives=n), ROWS, MORE, ROWS),
-    ),
-    "nt_xent, a tensor of temperature": (set(), exact(nt_xent, ROWS, VIEW, TEMPERATURE)),
-    **of_losses(SIMILARITIES, "info_nce, positives", "info_nce, excluded", "clip_loss, none"),
-    # Those in one tile call no operators but the kernels.
-    **of_losses(set(), "info_nce, labels", "clip_loss", "supervised, odd", "supervised, even", "sigmoid_loss"),
-    "linear_cka_to_kernel, a gradient in the kernel": (set(), exact(linear_cka_to_kernel, X, Y @ Y.T)),
-    "linear_cka_pairwise, gradients": (set(), exact(lambda x, y: linear_cka_pairwise([x, y], [y]), X, Y)),
-    "linear_cka, broadcast": (set(), exact(lambda x: linear_cka(x, x[:1, ..., :3].detach()), randn(2, 3, 20, 9))),
-    **{name: (set(), test_cuda.CASES[name]) for name in test_cuda.CASES if name.startswith(OF_REFERENCES)},
-    "debiased_cka": (set(), exact(debiased_cka, randn(2, 40, 9), randn(2, 40, 50, seed=1))),
-    "debiased_cka_pairwise": (set(), Case(lambda x, y: [debiased_cka_pairwise([x, y], [y])], [X, Y], FP32, 1e-5)),
-    "CKAAccumulator": (set(), of_batches(CKAAccumulator)),
-    "MinibatchCKA": (set(), of_batches(MinibatchCKA)),
-    "unbalanced_ot, interior point": (
-        set(),
-        Case(
-            with_gradients(lambda cost: unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, method="interior_point", tol=1e-9)),
-            [randn(2, 5, 6).abs()],
-            FP64,
-            1e-6,
-        ),
+    "linear_cka_to_kernel, a gradient in the kernel": exact(linear_cka_to_kernel, X, Y @ Y.T),
+    "linear_cka_pairwise, gradients": exact(lambda x, y: linear_cka_pairwise([x, y], [y]), X, Y),
+    "linear_cka, broadcast": exact(lambda x: linear_cka(x, x[:1, ..., :3].detach()), randn(2, 3, 20, 9)),
+    **{name: test_cuda.CASES[name] for name in test_cuda.CASES if name.startswith(OF_REFERENCES)},
+    "debiased_cka": exact(debiased_cka, randn(2, 40, 9), randn(2, 40, 50, seed=1)),
+    "debiased_cka_pairwise": Case(lambda x, y: [debiased_cka_pairwise([x, y], [y])], [X, Y], FP32, 1e-5),
+    "CKAAccumulator": of_batches(CKAAccumulator),
+    "MinibatchCKA": of_batches(MinibatchCKA),
+    "unbalanced_ot, interior point": Case(
+        with_gradients(lambda cost: unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.9, method="interior_point", tol=1e-9)),
+        [randn(2, 5, 6).abs()],
+        FP64,
+        1e-6,
     ),
 }
 
@@ -135,11 +114,11 @@ def test_case(bindings, name):
 @pytest.mark.parametrize("name", WITHOUT_OWN_KERNELS)
 def test_without_own_kernels(bindings, name):
     """And the host does not wait for values, but in the interior point, whose reference looks at them."""
-    kernels, case = WITHOUT_OWN_KERNELS[name]
+    case = WITHOUT_OWN_KERNELS[name]
     inputs, truth = inputs_and_truth(case)
     with bindings.on_cuda() as called, nullcontext() if "interior" in name else no_host_reads(inputs):
         found = case.call(*inputs)
-    assert {name for name in called if not name.startswith("contrastive_")} == kernels
+    assert not called
     assert_near(found, truth, case.tolerance)
 
 

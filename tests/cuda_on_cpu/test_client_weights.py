@@ -52,41 +52,12 @@ def test_narrow_grams(bindings, dtype):
 
 
 def test_degenerate_problems(bindings):
-    """One problem each: equal clients, a client that did not move, no Gram matrix, NaN; and what is known at once."""
-    deltas = torch.randn(3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    deltas[2] = deltas[1]
-    one_did_not_move = torch.diag(torch.tensor([1.0, 0.0, 2.0])).double()
+    """A matrix that is no Gram matrix, or not finite, leaves its batch alone; orthogonal updates are known at once."""
     lopsided, indefinite, nan = torch.eye(3).double(), torch.eye(3).double(), torch.eye(3).double()
     lopsided[0, 1] = 0.5
     indefinite[1, 1] = -1
     nan[0, 2] = torch.nan
-    zero, orthogonal = torch.zeros(3, 3).double(), torch.diag(torch.tensor([1.0, 2.0, 4.0])).double()
-    grams = torch.stack([deltas @ deltas.T, one_did_not_move, lopsided, indefinite, nan, zero, orthogonal])
-    found = solve(bindings, grams)
-    torch.testing.assert_close(found[0], client_weights(grams[0]), rtol=0, atol=1e-7)
-    torch.testing.assert_close(found[0, 1], found[0, 2], rtol=1e-7, atol=0)
-    assert found[1].tolist() == [0, 1, 0]
-    assert found[2:5].isnan().all()
-    torch.testing.assert_close(found[5], torch.full((3,), 1 / 3).double())
-    torch.testing.assert_close(found[6], torch.tensor([4.0, 2.0, 1.0]).double() / 7)
-    assert solve(bindings, torch.tensor([[[3.0]]]).double()).item() == 1
-
-
-@pytest.mark.parametrize("correlation", [0.0, 2.0])
-@pytest.mark.parametrize(("clients", "rank"), [(2, 1), (20, 6)])
-def test_deficient_rank(bindings, clients, rank, correlation):
-    """The optimum is not unique. Without a correlation it is 0, and reached up to the square of the ridge."""
-    gram = gram_of(clients, rank, correlation, clients)
-    weights = solve(bindings, gram[None])[0]
-    wanted = client_weights(gram)
-    assert weights.min() >= 0
-    assert float(weights.sum()) == pytest.approx(1, abs=1e-12)
-    assert weights @ gram @ weights <= wanted @ gram @ wanted + 1e-15 * gram.trace()
-    gradient = gram @ weights
-    assert weights @ gradient - gradient.min() <= 1e-8 * gram.diagonal().min()
-
-
-def test_scale_does_not_matter(bindings):
-    gram = gram_of(9, 30, 1.0)
-    small, large = solve(bindings, torch.stack([1e-150 * gram, 1e150 * gram]))
-    torch.testing.assert_close(small, large, rtol=1e-12, atol=1e-14)
+    orthogonal = torch.diag(torch.tensor([1.0, 2.0, 4.0])).double()
+    found = solve(bindings, torch.stack([lopsided, indefinite, nan, orthogonal]))
+    assert found[:3].isnan().all()
+    torch.testing.assert_close(found[3], torch.tensor([4.0, 2.0, 1.0]).double() / 7)

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 import fedkernels.distributed
 from benchmarks.launches import LOSSES as LOSSES_OF_LAUNCHES
 from benchmarks.launches import launches_of
-from fedkernels import clip_loss, info_nce, nt_xent, sigmoid_loss, supervised_contrastive_loss
+from fedkernels import clip_loss, info_nce, nt_xent
 from fedkernels.internal import contrastive_cuda, contrastive_one_tile, native
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
+from tests.fedkernels.operators import OF_CONTRASTIVE, PATHS
 from tests.fedkernels.test_cuda import BF16, FP16, FP32, FP64, randn, weighted, with_gradients
 
 # Entries of 8 bits: all dtypes hold them.
@@ -74,35 +75,26 @@ def of(call, *tensors):
 
 
 # By name the call and its inputs, in float64. These know their temperature on the host.
+def of_path(name):
+    """A path of the operators' table; rows that are not reduced count differently."""
+
+    def call(*inputs):
+        value = PATHS[name].call(*inputs)
+        return weighted(value) if value.ndim else value
+
+    return of(call, *PATHS[name].inputs(37, 40, 263, 1))
+
+
+NUMBER = torch.tensor(0.3, dtype=FP64)
+OF_REFERENCE = "sigmoid_loss, not reduced"
 LOSSES = {
-    "info_nce": of(lambda q, k: info_nce(q, k, 0.3), FEW, MANY),
-    "info_nce, sum": of(lambda q, k: info_nce(q, k, 0.3, "sum", positives=5), FEW, MANY),
-    "info_nce, none": of(lambda q, k: weighted(info_nce(q, k, 0.3, "none")), FEW, MANY),
-    "info_nce, recomputed": of(lambda q, k: info_nce(q, k, 0.3, recompute=True), FEW, MANY),
+    **{name: of_path(name) for name in PATHS if name.partition(",")[0] in OF_CONTRASTIVE and name != OF_REFERENCE},
     "info_nce, query alone": of(lambda q: info_nce(q, MANY.to(q.dtype), 0.3), FEW),
     "info_nce, query alone, none": of(lambda q: weighted(info_nce(q, MANY.to(q.dtype), 0.3, "none")), FEW),
     "info_nce, key alone": of(lambda k: info_nce(FEW.to(k.dtype), k, 0.3), MANY),
     "info_nce, cold": of(lambda q, k: info_nce(q, k, 0.01), FEW, MANY),
     "info_nce, warm": of(lambda q, k: info_nce(q, k, 10.0), FEW, MANY),
-    "nt_xent": of(lambda p, q: nt_xent(p, q, 0.3), FEW, VIEW),
-    "nt_xent, none": of(lambda p, q: weighted(nt_xent(p, q, 0.3, "none")), FEW, VIEW),
-}
-NUMBER = torch.tensor(0.3, dtype=FP64)
-# These read it on the device.
-WIDE_LOSSES = {
-    "info_nce, temperature": of(lambda q, k, t: info_nce(q, k, t, recompute=True), FEW, MANY, NUMBER),
-    "nt_xent, temperature": of(nt_xent, FEW, VIEW, NUMBER),
-    "clip_loss, scale": of(lambda p, q, t: clip_loss(p, q, t, "sum"), FEW, VIEW, NUMBER),
-    "sigmoid_loss, numbers": of(lambda p, q, t: sigmoid_loss(p, q, t, -t), FEW, VIEW, NUMBER),
-    "supervised, temperature": of(lambda z, t: supervised_contrastive_loss(z, NUMBERS[:37] % 5, t), FEW, NUMBER),
-    "info_nce, positives": of(lambda q, k: info_nce(q, k, 0.3, positives=NUMBERS[200:237]), FEW, MANY),
-    "info_nce, labels": of(lambda q, k: info_nce(q, k, 0.3, labels=(NUMBERS[:37] % 9, NUMBERS % 9)), FEW, MANY),
-    "info_nce, excluded": of(lambda q, k: weighted(info_nce(q, k, 0.3, "none", excluded=MASK)), FEW, MANY),
-    "clip_loss": of(lambda p, q: clip_loss(p, q, 3.0), FEW, VIEW),
     "clip_loss, none": of(lambda p, q: weighted(clip_loss(p, q, 3.0, "none")), FEW, VIEW),
-    "supervised, even": of(lambda z: supervised_contrastive_loss(z, NUMBERS[:36] % 5, 0.3), FEW[:36]),
-    "supervised, odd": of(lambda z: supervised_contrastive_loss(z, NUMBERS[:37] % 5, 0.3), FEW),
-    "sigmoid_loss": of(lambda p, q: sigmoid_loss(p, q, 3.0, -2.0), FEW, VIEW),
     "all parts of similarities": (by_similarities, (FEW, MANY)),
 }
 
@@ -113,15 +105,16 @@ TILES = "tiles of all keys", "tiles"
 @pytest.mark.parametrize(
     ("name", "tiles", "dtype"),
     [
-        *((name, "one tile", dtype) for name in LOSSES | WIDE_LOSSES for dtype in (BF16, FP16, FP32, FP64)),
-        *((name, kind, dtype) for name in LOSSES | WIDE_LOSSES for kind in TILES for dtype in (BF16, FP32)),
+        *((name, "one tile", dtype) for name in LOSSES for dtype in (BF16, FP16, FP32, FP64)),
+        *((name, kind, dtype) for name in LOSSES for kind in TILES for dtype in (BF16, FP32)),
     ],
     indirect=["tiles"],
     ids=str,
 )
 def test_losses(bindings, name, tiles, dtype):
-    of_both_sides = name.startswith("supervised") or name == "nt_xent, temperature"
-    check(bindings, *(LOSSES | WIDE_LOSSES)[name], dtype, parts=1 + of_both_sides)
+    # The gradient of negatives is rounded as part of that of all keys, whose largest entry is a positive's.
+    of_parts = name.startswith("supervised") or name in ("nt_xent, temperature", "info_nce, offset and negatives")
+    check(bindings, *LOSSES[name], dtype, parts=1 + of_parts)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -272,10 +265,10 @@ def products(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("name", LOSSES | WIDE_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_rows_of_16_bits_are_multiplied_as_they_are(bindings, products, name, dtype):
     """In all losses, wherever their scales come from: a product in float32 takes many times as long."""
-    call, tensors = (LOSSES | WIDE_LOSSES)[name]
+    call, tensors = LOSSES[name]
     with bindings.on_cuda(), products:
         call(*(tensor.to(dtype) for tensor in tensors))
     assert products.seen <= {dtype}

@@ -6,69 +6,49 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from tests.cuda_on_cpu.emulation import HERE, ROOT, SANITIZED, EmulationError, poison
+from fedkernels.internal import self_test_cases
+from tests.cuda_on_cpu.emulation import ROOT, SANITIZED
+from tests.cuda_on_cpu.planted_faults import OF_BOUNDS, OF_ORDERS, number_of
 
-SELF = HERE / "self_test.cu"
-
-
-def check_sums(library, count):
-    values = torch.ones(count)
-
-    def run(call):
-        sums = poison(2, dtype=torch.float32)
-        call("self_sum_blocks", values, sums, count, None)
-        return sums
-
-    torch.testing.assert_close(library.results(run), torch.tensor([256.0, count - 256.0]))
+MESSAGES = {
+    "a barrier of some threads": r"of \d+ threads \d+ wait at __syncthreads",
+    "a shuffle of some lanes": r"in their warp \(__shfl_xor_sync\)",
+}
 
 
-def check_product(library, _):
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(16, columns, generator=generator).bfloat16() for columns in (16, 8))
-
-    def run(call):
-        c = poison(16, 8, dtype=torch.float32)
-        call("self_product_16", a, b, c, None)
-        return c
-
-    torch.testing.assert_close(library.results(run), a.float() @ b.float(), rtol=1e-5, atol=1e-5)
-
-
-BARRIER, LOOP = "  __syncthreads();", "  for (int offset"
+def check_cases_in_both_orders(card, operator):
+    """On a device that holds the images of two_views in its memory, and a few blocks at a time."""
+    device = {"multiprocessors": 1, "shared_limit": (16 if operator == "two_views" else 227) << 10}
+    for case in self_test_cases.cases_of(operator):
+        wide = [one.double() if one.is_floating_point() else one for one in case.inputs]
+        results = card.results(case.kernel, *case.inputs, **device)
+        assert not self_test_cases.difference(case, results, case.reference(*wide))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("old", "new", "check", "count", "message"),
-    [
-        (BARRIER + "  // before", "  // before", check_sums, 512, None),
-        (BARRIER, "  if (index < count) __syncthreads();", check_sums, 511, "of 256 threads 255 wait"),
-        (LOOP, "  if (threadIdx.x % 32) for (int offset", check_sums, 512, r"in their warp \(__shfl_xor_sync\)"),
-        ("  copy_async_wait<0>();\n", "", check_product, 0, None),
-        ("lane / 4, column = 2 * (lane % 4)", "lane % 8, column = 2 * (lane / 8)", check_product, 0, None),
-        ("{columns[0], columns[1]}", "{columns[1], columns[0]}", check_product, 0, None),
-        ("lane % 16 * 16 + lane / 16 * 8", "lane / 2 * 16 + lane % 2 * 8", check_product, 0, None),
-    ],
-)
-def test_a_fault_is_found(compiler, old, new, check, count, message):
-    check(compiler.load(SELF), count)
-    faulty = compiler.load(SELF, old, new)
-    with pytest.raises(AssertionError, match=message):
-        check(faulty, count)
+@pytest.mark.parametrize("operator", sorted({fault.operator for fault in OF_ORDERS} - {"unbalanced_ot"}))
+def test_each_fault_is_found(card, operator):
+    card.plant(0)
+    check_cases_in_both_orders(card, operator)
+    for fault in OF_ORDERS:
+        if fault.operator == operator:
+            print(fault.name)  # the last one is not found
+            card.plant(number_of(fault))
+            # A RuntimeError where a barrier waits for ever.
+            with pytest.raises((AssertionError, RuntimeError), match=MESSAGES.get(fault.family)):
+                check_cases_in_both_orders(card, operator)
 
 
 # ---- the tests of all kernels under AddressSanitizer, in a process that starts with it ----
 
 
 @pytest.mark.skipif(not SANITIZED, reason="for the process that test_all_kernels_stay_inside_their_memory starts")
-def test_an_off_by_one_is_found(compiler):
-    faulty = compiler.load(SELF, "index < count ?", "index <= count ?")
-    with pytest.raises(EmulationError, match="heap-buffer-overflow"):
-        check_sums(faulty, 511)
-    with pytest.raises(EmulationError, match="heap-buffer-overflow"):  # shared memory
-        check_sums(compiler.load(SELF, "of_warps[warp];", "of_warps[warp + 1];"), 512)
+@pytest.mark.parametrize("fault", OF_BOUNDS, ids=lambda fault: fault.name)
+def test_an_off_by_one_is_found(card, fault):
+    card.plant(number_of(fault))
+    with pytest.raises(RuntimeError, match="heap-buffer-overflow"):
+        check_cases_in_both_orders(card, fault.operator)
 
 
 @pytest.mark.nightly

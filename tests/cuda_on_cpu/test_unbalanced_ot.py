@@ -83,13 +83,6 @@ def test_equals_the_reference(bindings, shape, dtype, options, device):
     check_problem(bindings, shape, dtype, options, **device)
 
 
-@pytest.mark.parametrize("method", ["accelerated", "steepest"])
-def test_where_the_printed_step_divides_by_zero(bindings, method):
-    cost, masses = torch.tensor([[[4.0, 0.0], [0.0, 4.0]]]).double(), torch.ones(1, 2).double()
-    plan = solve(bindings, cost, masses, masses, 2.0, 2.0, 1e-10, method=method)[0]
-    torch.testing.assert_close(plan[0], 1 - torch.eye(2).double(), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("columns", [20, 130])
 def test_forbidden_hopeless_idle_and_late_problems(bindings, columns):
     cost, a, b = problem(6, 10, columns)

@@ -1,28 +1,22 @@
-"""What the pages tell to do works as it stands there, every question has its answer, every figure its source."""
+"""What the pages show works as it stands there, every question has its answer, every figure its source."""
 
 import ast
 import importlib
 import re
-import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
 import fedssl
-from fedssl.cli import main
-from fedssl.engines.in_process import run
-from fedssl.recipe.reading import parse_recipe
-from fedssl.run_folder.directory import RunDirectory
 from fedssl.tables.runner import table_cells
 from fedssl.tables.sweep import trials_of
 from fedssl.tables.table import load_table
-from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.cli.test_texts import texts
 from website.repository_files import ROOT, links
 
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
-SOURCES = [path for package in ("fedssl", "fedkernels") for path in sorted((ROOT / package).rglob("*.py"))]
+PACKAGES = "fedssl", "fedkernels"
 #: The libraries that the blocks of "Use it in ..." replace; one of them has two blocks.
 ORIGINALS = ("open_clip", "lightly", "pytorch_metric_learning", "sentence_transformers", "torchjd", "torch_cka", "ot")
 #: what marks a figure that was measured: a spread, an accuracy, a rate, a time, a ratio of speeds
@@ -53,44 +47,10 @@ QUESTIONS = {
     "Do the papers' results come out?": "papers results",
 }
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-SHORT = (
-    *("rounds=1", "training.local_epochs=1", "training.batch_size=32", "evaluation.linear.epochs=2"),
-    "architectures=[small_convnet]",
-)
 
 
 def code_of(page, language="python"):
     return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
-
-
-def test_every_step_of_start_works_in_the_pages_order(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    steps = re.findall(r"```python\n(.*?)```|^    (fedssl .*?)$", PAGES["start.md"], re.DOTALL | re.MULTILINE)
-    assert len(steps) == 6
-    for code, command in steps:
-        if code:
-            exec(code, {})
-            continue
-        words = shlex.split(command)
-        if words[1] == "pretrain":
-            place = words.index("--minutes")
-            words = [*words[:place], *words[place + 2 :], *SHORT]
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert (ended.value.code or 0) == 0, (command, capsys.readouterr().err)
-    assert Path("runs/photos/report.html").exists()
-    assert "most like the first image" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("title", "key"), [("Median", "aggregators"), ("WarmThenLast", "schedule")])
-def test_the_parts_of_add_a_method_run(title, key, tmp_path):
-    code = next(code for code in code_of("add_a_method.md") if f"class {title}" in code)
-    part = tmp_path / f"{title.lower()}.py"
-    part.write_text(code)
-    own = {"name": str(part)}
-    run(parse_recipe(tiny_values(**AVERAGED | {key: [own] if key == "aggregators" else own})), tmp_path / "run")
-    assert RunDirectory.open(tmp_path / "run").read_metrics()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("operators/")])
@@ -101,30 +61,13 @@ def test_the_example_of_an_operators_page_runs(page, tmp_path, monkeypatch):
     exec(code, {})
 
 
-@pytest.fixture(scope="module")
-def nodes():
-    """By file, what the packages' sources consist of."""
-    return {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in SOURCES}
-
-
-def texts_of(nodes):
-    """Every string, with ... for what an f-string fills in."""
-    for of_file in nodes.values():
-        for node in of_file:
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
-def test_the_errors_that_questions_explains_are_the_sources_own(nodes):
+def test_the_errors_that_questions_explains_are_the_sources_own():
     quoted = re.findall(r"^\*\*`(.+?)`\*\*", PAGES["questions.md"], re.MULTILINE)
     assert len(quoted) == 11
-    texts = list(texts_of(nodes))
     for quote in quoted:
         # "supervised" stands for the objective's name; the sources have a place to fill in there.
         wanted = re.escape(quote.replace("supervised", "...")).replace(re.escape("..."), ".*")
-        assert any(re.fullmatch(wanted, text, re.DOTALL) for text in texts), quote
+        assert any(re.fullmatch(wanted, text, re.DOTALL) for name in PACKAGES for _, text in texts(name)), quote
 
 
 def answer_to(question):
@@ -183,10 +126,11 @@ def test_a_section_with_measured_figures_names_their_source():
     assert without == [SETTINGS]
 
 
-def test_no_result_in_a_docstring_is_shown_as_a_type(nodes):
+def test_no_result_in_a_docstring_is_shown_as_a_type():
     """The site shows as a type what stands before a colon in the first line of "Returns" or "Yields"."""
-    for path, of_file in nodes.items():
-        docstrings = "\n".join(ast.get_docstring(node) or "" for node in of_file if isinstance(node, DOCUMENTED))
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, DOCUMENTED)]
+        docstrings = "\n".join(ast.get_docstring(node) or "" for node in nodes)
         lines = re.findall(r"^ *(?:Returns|Yields):\n *(.+)$", docstrings, re.MULTILINE)
         assert not [line for line in lines if ":" in line], path
 

@@ -4,14 +4,17 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fedkernels
 from fedkernels.internal import native, transport_warnings
+from tests.fedkernels.distributed.ranks import Ranks
 from tests.fedkernels.operators import OPERATORS
 
 FUNCTIONS = {name: getattr(fedkernels, name) for name in OPERATORS}
@@ -129,3 +132,19 @@ def needs_native() -> None:
     """For tests of the compiled module itself."""
     if native.module is None:
         pytest.skip(f"fedkernels._C is {native.build_info()['native']}")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Three processes. They end with the last test of a file: other tests of the same process count its children."""
+    group = Ranks(3, tmp_path_factory.mktemp("ranks"))
+    yield group
+    group.stop()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -147,9 +147,10 @@ def between(query: Tensor, key: Tensor) -> dict[str, Tensor]:
 
 
 def left_out(query: Tensor, key: Tensor, negatives: Tensor, source: Any = fk, **options: Any) -> Tensor:
-    """By label, beside positives by number."""
+    """By label and by pair, beside positives by number."""
     labels = kinds.labels_of(query, classes=3), kinds.labels_of(key, negatives, classes=4)
-    return source.info_nce(query, key, **{"temperature": 0.3} | options, negatives=negatives, labels=labels)
+    ways = {"labels": labels, "excluded": kinds.mask_of(query, torch.cat([key, negatives]))}
+    return source.info_nce(query, key, **{"temperature": 0.3} | options, negatives=negatives, **ways)
 
 
 def by_offset(query: Tensor, key: Tensor, negatives: Tensor, source: Any = fk, **options: Any) -> Tensor:
@@ -184,7 +185,7 @@ OF_CONTRASTIVE = {
             "temperature": loss(of("info_nce"), kinds.with_scalars(kinds.queries_and_keys, 0.25), REDUCTIONS),
             "offset and negatives": loss(by_offset, kinds.at_least(2, kinds.with_negatives)),
             "positives and excluded": loss(info_nce(of_inputs=between), kinds.queries_and_keys),
-            "labels and negatives": loss(left_out, kinds.with_negatives),
+            "labels, excluded and negatives": loss(left_out, kinds.with_negatives),
         },
         [
             ({"query": R[:0]}, "query must not be empty in B or d, got shape [0, 3]"),

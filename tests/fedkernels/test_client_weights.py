@@ -88,15 +88,6 @@ def test_degenerate_grams():
     assert client_weights(torch.diag(torch.tensor([1.0, 0.0, 2.0]))).tolist() == [0, 1, 0]  # one did not move
 
 
-def test_order_and_scale_do_not_matter():
-    gram = gram_of(9, 30, 1.0)
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    p = client_weights(gram)
-    torch.testing.assert_close(client_weights(gram[order][:, order]), p[order])
-    torch.testing.assert_close(client_weights(1e200 * gram), p)
-    torch.testing.assert_close(client_weights(1e-200 * gram), p)
-
-
 def test_a_batch_is_its_problems():
     grams = torch.stack([gram_of(6, 20, 1.0, seed) for seed in range(4)]).view(2, 2, 6, 6)
     assert torch.equal(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fedkernels import compare, debiased_cka_pairwise, linear_cka_pairwise
+from tests.fedkernels.refusals import refusals
 
 
 class Pair(nn.Module):
@@ -111,30 +112,24 @@ def test_inputs_as_tensors_and_mappings():
         assert torch.equal(compare(a, b, map(kind, IMAGES.split(35)), LAYERS).matrix, truth)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: compare(network(), network(), [], ["4"]), ValueError, "at least one batch, got none"),
-        (lambda: compare(network(), network(), batches(), []), ValueError, "at least one layer"),
-        (lambda: compare(network(), network(), batches(), "4"), TypeError, "layers must be a list of names"),
-        (lambda: compare(network(), 3, batches(), ["4"]), TypeError, "model_b must be a torch.nn.Module, got int"),
-        (
-            lambda: compare(network(), Second(), batches(), (["4"], ["pairs"])),
-            ValueError,
-            "model_b has no layer .*pair",
-        ),
-        (lambda: compare(network(), network(), batches(), ["4"], "mean"), ValueError, "estimator must be one of"),
-        (lambda: compare(Second(), Second(), batches(), ["twice"]), ValueError, "'twice' of model_a ran more than"),
-        (lambda: compare(Second(), Second(), batches(), ["unused"]), ValueError, "'unused' of model_a did not run"),
-        (lambda: compare(Second(), Second(), batches(), ["counting"]), ValueError, "must return a floating tensor"),
-        (lambda: compare(network(), network(), [()], ["0"]), ValueError, "a batch must begin .* got an empty tuple"),
-        (lambda: compare(OF_PIXELS, network(), batches(), ["0"]), ValueError, "layers must return one row for each"),
-        (lambda: compare(network(), network(), [IMAGES[:0]], ["0"]), ValueError, "'0' of model_a must return at least"),
-    ],
+test_bad_input_is_named = refusals(
+    (lambda: compare(network(), network(), [], ["4"]), ValueError, "at least one batch, got none"),
+    (lambda: compare(network(), network(), batches(), []), ValueError, "at least one layer"),
+    (lambda: compare(network(), network(), batches(), "4"), TypeError, "layers must be a list of names"),
+    (lambda: compare(network(), 3, batches(), ["4"]), TypeError, "model_b must be a torch.nn.Module, got int"),
+    (
+        lambda: compare(network(), Second(), batches(), (["4"], ["pairs"])),
+        ValueError,
+        "model_b has no layer .*pair",
+    ),
+    (lambda: compare(network(), network(), batches(), ["4"], "mean"), ValueError, "estimator must be one of"),
+    (lambda: compare(Second(), Second(), batches(), ["twice"]), ValueError, "'twice' of model_a ran more than"),
+    (lambda: compare(Second(), Second(), batches(), ["unused"]), ValueError, "'unused' of model_a did not run"),
+    (lambda: compare(Second(), Second(), batches(), ["counting"]), ValueError, "must return a floating tensor"),
+    (lambda: compare(network(), network(), [()], ["0"]), ValueError, "a batch must begin .* got an empty tuple"),
+    (lambda: compare(OF_PIXELS, network(), batches(), ["0"]), ValueError, "layers must return one row for each"),
+    (lambda: compare(network(), network(), [IMAGES[:0]], ["0"]), ValueError, "'0' of model_a must return at least"),
 )
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_without_matplotlib_a_heat_map_says_what_to_install(tmp_path, monkeypatch):

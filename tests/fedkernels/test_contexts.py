@@ -8,20 +8,18 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import Dim, export
 
 import fedkernels
 from fedkernels import client_weights, info_nce, linear_cka, unbalanced_ot
 from tests.fedkernels.conftest import by_reference
-from tests.fedkernels.inputs import FP64, gram, pairs, problem, problems, queries_and_keys
+from tests.fedkernels.inputs import FP64, gram, pairs, problem, problems
 from tests.fedkernels.operators import DIFFERENTIABLE, OPERATORS, OTHERS, PATHS, value_and_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = 37, 20, 23, 3
 OF_FLOATS = [name for name, path in PATHS.items() if path.inputs(1, 1, 0, 0)[0].is_floating_point()]
-OF_OPERATORS = [name for name in PATHS if name != "view_parameters"]  # which has none
 # One path of each function, whose reference is one. Of pairs it serves the gradients, whose graph is compiled anyway.
 PLAIN = [name for name in {name.partition(",")[0]: name for name in reversed(PATHS)}.values() if "pairwise" not in name]
 # Paths whose graph is that of another path with another number in it, or a part of one.
@@ -30,6 +28,7 @@ IN_OTHER_GRAPHS = {
     *("linear_cka_pairwise, with itself", "debiased_cka_pairwise, with itself", "unbalanced_ot", "unbalanced_ot_plan"),
     *(name for name in PATHS if name.startswith(("unbalanced_ot, interior", "unbalanced_ot, steepest"))),
 }
+OF_GRAPHS = [name for name in PATHS if name not in {"view_parameters", *IN_OTHER_GRAPHS}]  # the former has no operator
 
 
 def result(name: str, dtype: torch.dtype = FP64, sizes: tuple[int, ...] = SIZES) -> list[Tensor]:
@@ -51,7 +50,7 @@ def test_everything_public_is_in_the_table():
         assert len(result(name, sizes=(5, 4, 2, 1))) == 1 + len(learned)
 
 
-@pytest.mark.parametrize("name", [name for name in OF_OPERATORS if name not in IN_OTHER_GRAPHS])
+@pytest.mark.parametrize("name", OF_GRAPHS)
 def test_one_compiled_graph_serves_all_sizes(name):
     """Where the reference forms the gradients, whose graph is large, one of fixed sizes."""
     path = PATHS[name]
@@ -104,7 +103,7 @@ DECIDED_BY_SIZE = ["debiased_cka", "linear_cka", "supervised_contrastive_loss, e
 
 @pytest.mark.cpu_only(reason="the program is that of the CPU")
 @pytest.mark.parametrize(
-    ("name", "strict"), [*((name, False) for name in OF_OPERATORS), *((name, True) for name in DECIDED_BY_SIZE)]
+    ("name", "strict"), [*((name, False) for name in OF_GRAPHS), *((name, True) for name in DECIDED_BY_SIZE)]
 )
 def test_an_exported_program_serves_batches_of_other_sizes(name, strict):
     assert_exports(PATHS[name].call, lambda n: PATHS[name].inputs(n, 5, 0, n), strict)
@@ -244,16 +243,12 @@ def test_a_transport_problem_refuses_forward_mode():
 
 @pytest.mark.parametrize("name", PATHS)
 def test_tensors_without_numbers(name):
-    """Of the meta device and fake ones: shape and dtype come out, and nothing is computed."""
+    """Shape and dtype come out, and nothing is computed. Of fake ones opcheck and compiled graphs tell the same."""
     path = PATHS[name]
     inputs = path.inputs(*SIZES)
     truth = path.call(*inputs)
     found = path.call(*(tensor.to("meta") for tensor in inputs))
     assert found.is_meta
-    assert (found.shape, found.dtype) == (truth.shape, truth.dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        found = path.call(*(mode.from_tensor(tensor) for tensor in inputs))
-    assert isinstance(found, FakeTensor)
     assert (found.shape, found.dtype) == (truth.shape, truth.dtype)
 
 
@@ -285,13 +280,8 @@ def test_modules_are_their_functions(module):
     assert not [*module.parameters(), *module.state_dict()]
 
 
-def test_a_module_learns_its_temperature_compiles_and_exports():
+def test_a_module_learns_its_temperature():
     temperature = torch.nn.Parameter(torch.tensor(0.5))
-    module, rows = NN.InfoNCE(temperature), queries_and_keys(7, 5, 2, 1)
+    module = NN.InfoNCE(temperature)
     assert list(module.parameters()) == [temperature]
-    (gradient,) = torch.autograd.grad(module(*rows), temperature)
-    assert gradient != 0
-    torch.compiler.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(*rows), temperature)[0], gradient)
-    assert_exports(module, lambda n: queries_and_keys(n, 5, 0, n))
+    assert torch.autograd.grad(module(*ROWS), temperature)[0] != 0

@@ -12,7 +12,7 @@ from fedkernels import clip_loss, info_nce, sigmoid_loss, supervised_contrastive
 from fedkernels.internal.similarity_logsumexp import similarity_gradients, similarity_logsumexp
 from tests.fedkernels import definitions
 from tests.fedkernels.inputs import FP64, randn
-from tests.fedkernels.operators import info_nce_densely, value_and_gradients
+from tests.fedkernels.operators import value_and_gradients
 
 
 def labels_of(features):
@@ -124,20 +124,6 @@ def test_a_key_that_is_infinitely_far_from_all_queries_counts_nothing():
     torch.testing.assert_close(loss, truth)
     (gradient,), (of_near,) = torch.autograd.grad(loss, key), torch.autograd.grad(truth, near)
     torch.testing.assert_close(gradient, torch.cat([of_near, torch.zeros(1, 4)]))
-
-
-@pytest.mark.parametrize(("batch", "keys", "more"), [(3, 4, 2), (40, 50, 0), (520, 300, 30)])
-def test_all_options_of_info_nce_together(batch, keys, more):
-    """Each alone: test_properties.py. A positive is never left out."""
-    leaves = [randn(count, 7, seed=count).requires_grad_() for count in (batch, keys, more)]
-    query, key, negatives = leaves
-    options, temperature = options_of(batch, keys + more), torch.tensor(0.6, dtype=FP64).requires_grad_()
-    options |= {"positives": options["positives"] % keys, "negatives": negatives, "reduction": "none"}
-    loss, truth = (function(query, key, temperature, **options) for function in (info_nce, info_nce_densely))
-    torch.testing.assert_close(loss, truth)
-    leaves.append(temperature)
-    of_loss, of_truth = (torch.autograd.grad(weighted(one), leaves) for one in (loss, truth))
-    torch.testing.assert_close(of_loss, of_truth)
 
 
 @pytest.mark.cpu_only(reason="on a GPU the positives are not looked at")

@@ -103,17 +103,13 @@ def test_equals_the_sum_client_by_client_to_the_last_bit(entries, monkeypatch):
     assert all(torch.equal(p, q) for p, q in zip(start, truth, strict=True))
 
 
-def test_in_place_on_parameters_and_strides():
+def test_in_place_on_parameters():
     linear, client = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     places = [p.data_ptr() for p in linear.parameters()]
     apply_deltas(list(linear.parameters()), [list(client.parameters())], [1.0])
     assert [p.data_ptr() for p in linear.parameters()] == places
     assert all(p.requires_grad and p.is_leaf for p in linear.parameters())
     torch.testing.assert_close(linear.weight, client.weight)
-
-    whole = torch.zeros(4, 6)
-    apply_deltas([whole[::2, 1::2]], [[torch.ones(3, 2).T]], torch.tensor([2.0]))
-    assert whole.tolist() == [[0, 2, 0, 2, 0, 2], [0] * 6] * 2
 
 
 @pytest.mark.cpu_only(reason="copies share no memory")

@@ -13,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from fedkernels import GradientCache, clip_loss, distributed, nt_xent
-from tests.fedkernels.distributed.conftest import ranks  # noqa: F401  (a fixture)
 from tests.fedkernels.distributed.ranks import Ranks
 
 FP64 = torch.float64
@@ -193,7 +192,7 @@ def on_ranks() -> list[Tensor]:
     return gradients(model)
 
 
-def test_on_several_ranks_it_is_the_whole_batch_and_exchanges_gradients_once(ranks: Ranks):  # noqa: F811
+def test_on_several_ranks_it_is_the_whole_batch_and_exchanges_gradients_once(ranks: Ranks):
     results = ranks(on_ranks)
     whole = encoder()
     views = [torch.cat([batch(begin + rank, 7) for rank in range(len(results))]) for begin in (0, 10)]

@@ -45,13 +45,17 @@ def test_equals_the_definition(centered, rows, d1, d2):
     torch.testing.assert_close(linear_cka_to_kernel(x, kernel, centered), truth)
 
 
+@pytest.mark.parametrize("rows", [6, 30])  # in sample space, and in feature space
 @CENTERED
-def test_batch_dimensions_and_broadcasting(centered):
-    x, y = matrix(2, 3, 6, 4, seed=1), matrix(3, 6, 9, seed=2)
+def test_batch_dimensions_and_broadcasting(centered, rows):
+    x, y = matrix(2, 3, rows, 4, seed=1), matrix(3, rows, 9, seed=2)
     truth = torch.stack([torch.stack([by_gram(x[i, j], y[j], centered) for j in range(3)]) for i in range(2)])
-    torch.testing.assert_close(linear_cka(x, y, centered), truth)
-    torch.testing.assert_close(linear_cka_to_kernel(x, y @ y.mT, centered), truth)
-    assert linear_cka(x[:0], y, centered).shape == linear_cka_to_kernel(x[:0], y @ y.mT, centered).shape == (0, 3)
+    nothing = x[:0].clone().requires_grad_()
+    for function, other in ((linear_cka, y), (linear_cka_to_kernel, y @ y.mT)):
+        torch.testing.assert_close(function(x, other, centered), truth)
+        of_nothing = function(nothing, other, centered)
+        assert of_nothing.shape == (0, 3)
+        assert torch.autograd.grad(of_nothing.sum(), nothing)[0].shape == nothing.shape
 
 
 def test_pairwise_of_ragged_widths():
@@ -79,27 +83,20 @@ def test_many_samples(centered, rows, widths, dtype, rtol):
     leaves = [z.to(dtype).requires_grad_() for z in (x, y)]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     value, truth = linear_cka(*leaves, centered), feature_space(*wide, centered)
+    truths = torch.autograd.grad(truth, wide)
     torch.testing.assert_close(value.double(), truth, rtol=rtol, atol=0)
-    for grad, true in zip(torch.autograd.grad(value, leaves), torch.autograd.grad(truth, wide), strict=True):
+    for grad, true in zip(torch.autograd.grad(value, leaves), truths, strict=True):
         torch.testing.assert_close(grad.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
     if dtype == torch.float32:
         pairwise = linear_cka_pairwise([leaves[0].detach()], [leaves[1].detach()], centered)[0, 0]
         # On a GPU the products have other shapes, and torch's BLAS other orders for them.
         rounding = 1e-6 if hasattr(linear_cka, "__wrapped__") else 0
         torch.testing.assert_close(pairwise, value.detach(), rtol=rounding, atol=0)
-
-
-@CENTERED
-def test_kernel_of_many_samples(centered):
-    """The norm over 2600^2 entries, and the gradient by way of Kx."""
-    x, y = matrix(2600, 40, seed=1), matrix(2600, 30, seed=2)
-    y = y + x[:, :1]
-    kernel, leaf, wide = (y @ y.T).float(), x.float().requires_grad_(), x.float().double().requires_grad_()
-    value, truth = linear_cka_to_kernel(leaf, kernel, centered), feature_space(wide, y, centered)
-    torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=0)
-    torch.testing.assert_close(linear_cka_to_kernel(leaf.detach(), kernel, centered).double(), truth, rtol=1e-5, atol=0)
-    grad, true = torch.autograd.grad(value, leaf)[0], torch.autograd.grad(truth, wide)[0]
-    torch.testing.assert_close(grad.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
+        kernel = (wide[1] @ wide[1].T).detach().float()
+        values = [linear_cka_to_kernel(one, kernel, centered) for one in (leaves[0], leaves[0].detach())]
+        torch.testing.assert_close(torch.stack(values).double(), truth.expand(2), rtol=1e-5, atol=0)
+        (grad,), true = torch.autograd.grad(values[0], leaves[0]), truths[0]
+        torch.testing.assert_close(grad.double(), true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))
 
 
 def feature_space(x, y, centered):
@@ -111,9 +108,10 @@ def feature_space(x, y, centered):
 @pytest.mark.parametrize(
     ("dtype", "scale"), [*((torch.float32, s) for s in (1e15, 1e-15, 1e38)), (FP64, 1e200), (FP64, 1e-200)]
 )
+@pytest.mark.parametrize("x_width", [5, 12])  # in feature space, and in sample space
 @CENTERED
-def test_scale_does_not_matter(dtype, scale, centered):
-    x, y = (matrix(8, width, seed=width, dtype=dtype) / 8 for width in (5, 3))
+def test_scale_does_not_matter(dtype, scale, x_width, centered):
+    x, y = (matrix(8, width, seed=width, dtype=dtype) / 8 for width in (x_width, 3))
     plain, scaled = x.double().requires_grad_(), (x * scale).requires_grad_()
     truth, value = by_gram(plain, y, centered), linear_cka(scaled, y * scale, centered)
     close = {"rtol": 1e-5 if dtype == torch.float32 else 1e-10, "atol": 0, "check_dtype": False}

@@ -8,7 +8,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fedkernels import unbalanced_ot, unbalanced_ot_plan
-from fedkernels.internal import native
 from tests.fedkernels.test_unbalanced_ot import assert_certified, objective, problem, sphere
 
 operator_module = sys.modules["fedkernels.unbalanced_ot"]  # the package's attribute of that name is the function
@@ -144,23 +143,14 @@ MASK = torch.tensor([True, True, False, True, True, True, False])
     ],
 )
 def test_the_plan_has_its_derivative(case, tau_a, tau_b, options):
-    """Along a random direction of all three inputs, for a random function of the plan and for <cost, plan>."""
+    """And so has <cost, plan>."""
+
+    def results(cost, *masses):
+        plan, _ = unbalanced_ot_plan(cost, *masses, tau_a, tau_b, tol=1e-12, method="interior_point", **options)
+        return plan, (cost * plan).sum()
+
     inputs = [tensor.requires_grad_() for tensor in case()]
-    generator = torch.Generator().manual_seed(1)
-    directions = [1e-5 * torch.randn(x.shape, generator=generator).double() * x.detach() for x in inputs]
-    weights = torch.randn(inputs[0].shape, generator=generator).double()
-
-    def sums(inputs):
-        plan, _ = unbalanced_ot_plan(*inputs, tau_a, tau_b, tol=1e-12, method="interior_point", **options)
-        return torch.stack([(weights * plan).sum(), (inputs[0] * plan).sum()])
-
-    ahead, back = (
-        sums([x.detach() + sign * move for x, move in zip(inputs, directions, strict=True)]) for sign in (1, -1)
-    )
-    for k, value in enumerate(sums(inputs)):
-        grads = torch.autograd.grad(value, inputs, retain_graph=True)
-        slope = sum((grad * move).sum() for grad, move in zip(grads, directions, strict=True))
-        assert slope.item() == pytest.approx((ahead - back)[k].item() / 2, rel=2e-3)
+    assert torch.autograd.gradcheck(results, inputs, eps=3e-5, rtol=2e-3, atol=1e-9, fast_mode=True)
 
 
 @pytest.mark.parametrize("seed", [1, 14])
@@ -229,17 +219,6 @@ def test_the_interior_point_is_certified_wherever_its_steps_end():
         plan, info = unbalanced_ot_plan(*given, tol=1e-9, max_iterations=steps, method="interior_point")
         assert info.iterations <= steps
         assert_certified(given, plan, info, truth)
-
-
-@pytest.mark.cpu_only(reason="it looks at what a GPU would run")
-def test_on_cuda_the_interior_point_is_the_reference(monkeypatch):
-    monkeypatch.setattr(native, "operator", lambda *_: "the kernel")
-    reference = torch.ops.fedkernels.unbalanced_ot_reference
-    with FakeTensorMode():
-        x = torch.empty(2, 2, device="cuda")
-        assert operator_module._operator(x, x[0], x[0], "interior_point") == reference
-        assert operator_module._operator(x, x[0], x[0], "accelerated") == "the kernel"
-    assert operator_module._operator(torch.ones(2, 2), torch.ones(2), torch.ones(2), "interior_point") == "the kernel"
 
 
 @pytest.mark.parametrize("method", ["accelerated", "interior_point"])

@@ -149,6 +149,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def few_neighbours(monkeypatch) -> None:
+    """A report's sheet of eight rows of images takes seconds to draw."""
+    monkeypatch.setattr("fedssl.reports.images._QUERIES", 2)
+    monkeypatch.setattr("fedssl.reports.images._NEIGHBOURS", 3)
+
+
 @pytest.fixture(name="fedssl")
 def command_line(monkeypatch, capsys, tmp_path):
     """Call `fedssl` in an empty folder at a width in columns; gives (exit code, standard output, standard error)."""

@@ -18,6 +18,7 @@ from fedssl.federation import build_federation
 from fedssl.local_updates.replace import Replace
 from fedssl.objectives.byol import BYOL
 from fedssl.recipe.reading import parse_recipe
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.schedules.end_to_end import EndToEnd
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from tests.fedssl.engines.short_runs import SMALL
@@ -45,7 +46,7 @@ def composed(**changes) -> fedssl.Recipe:
         "aggregators": [WeightedMean()],
         "local_update": Replace(),
     }
-    return fedssl.Recipe(**tiny_values() | by_part | changes)
+    return fedssl.Recipe(**tiny_values(**SMALL) | by_part | changes)
 
 
 CELL = """
@@ -84,7 +85,7 @@ def test_the_program_of_the_page_runs_and_is_short(tmp_path, monkeypatch, capsys
 
 def test_a_composed_recipe_is_the_one_of_its_yaml(tmp_path):
     recipe = composed()
-    assert recipe == parse_recipe(tiny_values(**AVERAGED))
+    assert recipe == parse_recipe(tiny_values(**AVERAGED | SMALL))
     (tmp_path / "stored.yaml").write_text(recipe.to_yaml())
     assert fedssl.load_recipe(tmp_path / "stored.yaml") == recipe
 
@@ -148,7 +149,7 @@ def test_other_processes_cannot_have_a_class_from_a_cell():
 def test_a_name_of_a_module_and_a_class_is_not_run_unasked(tmp_path):
     """As for a part file: what a run's folder names is refused before its code is imported."""
     values = composed().model_dump(mode="json") | {"regularizers": [{"name": "antigravity:geohash"}]}
-    interrupt(composed(), tmp_path / "run")
+    RunDirectory.create(tmp_path / "run", {"recipe.yaml": composed().to_yaml()})
     (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(fedssl.UserError, match="names the part antigravity:geohash, whose code would be run"):
         fedssl.resume(tmp_path / "run")

@@ -29,6 +29,7 @@ from fedssl.objectives.base import Step
 from fedssl.objectives.byol import BYOL
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.regularizers.representation_alignment import RepresentationAlignment
+from fedssl.run_folder.directory import RunDirectory
 from fedssl.training import steps_of_round, train_before_rounds, train_locally
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
@@ -36,6 +37,7 @@ from tests.fedssl.rounds_in_memory import train_rounds
 
 EPOCHS, BATCH_SIZE, NUMBER = 2, 8, 3
 RATE, MOMENTUM, DECAY, TARGET_MOMENTUM = 0.05, 0.8, 0.01, 0.9
+State = dict[str, Tensor]
 
 
 class DoubleByol(BYOL):
@@ -250,10 +252,10 @@ def test_a_constant_rate_and_that_of_what_the_server_trains_before_the_rounds_is
     assert rates == {-1: {RATE}, 1: {RATE}, 2: {RATE}}
 
 
-def test_warmup_cosine_changes_from_step_to_step(tiny, tmp_path, rates):
+def test_warmup_cosine_changes_from_step_to_step(tiny, rates):
     """12 steps, of which the first 0.6 warm up: the middle of each step counts, and the last is not 0."""
     training = COSINE | {"learning_rate_schedule": "warmup_cosine", "local_steps": 3}
-    run(tiny(**SETTINGS | {"training": training, "partition": {"name": "iid", "clients": 1}}), tmp_path / "run")
+    train_rounds(build_federation(tiny(**SETTINGS | {"training": training})), 4, clients=[0])
     middles = [(step + 0.5) / 12 for step in range(12)]
     expected = [RATE * (t / 0.05 if t < 0.05 else (1 + math.cos(math.pi * (t - 0.05) / 0.95)) / 2) for t in middles]
     assert expected[0] < expected[1] > expected[2]
@@ -264,9 +266,8 @@ def test_warmup_cosine_changes_from_step_to_step(tiny, tmp_path, rates):
 def test_an_encoder_that_starts_from_weights_waits_for_its_heads_and_then_trains_slowly(tiny, monkeypatch):
     """The encoder's weights stay bit for bit as they were through the warm-up; its rate is a share of the heads'."""
     training = COSINE | {"learning_rate_schedule": "warmup_cosine", "local_steps": 3, "encoder_rate": 0.25}
-    recipe = tiny(**SETTINGS | {"training": training, "partition": {"name": "iid", "clients": 1}, "rounds": 10})
-    seen: list[tuple[list[float], dict[str, Tensor]]] = []
-    federation = build_federation(recipe)
+    federation = build_federation(tiny(**SETTINGS | {"training": training, "rounds": 10}))
+    seen: list[tuple[list[float], State]] = []
     model = federation.new_model(0)
     monkeypatch.setattr(type(federation), "new_model", lambda *_: model)
 
@@ -275,39 +276,35 @@ def test_an_encoder_that_starts_from_weights_waits_for_its_heads_and_then_trains
 
     handle = register_optimizer_step_pre_hook(note)
     try:
-        train_rounds(federation, rounds=10)
+        train_rounds(federation, 10, clients=[0])
     finally:
         handle.remove()
     warm = [step for step, ((encoder, _), _) in enumerate(seen) if encoder == 0.0]
     assert warm == [0]  # the middle of the second of 30 steps is where the warm-up ends
     assert all(encoder == pytest.approx(0.25 * heads) for (encoder, heads), _ in seen[1:])
-    before, moved = seen[0][1], seen[1][1]
-    of_encoder = set(model.encoder.parameters())
-    in_encoder = [name for name, parameter in model.named_parameters() if parameter in of_encoder]
-    assert in_encoder
+    before, moved, last = seen[0][1], seen[1][1], seen[-1][1]
+    in_encoder = {f"online.encoder.{name}" for name, _ in model.encoder.named_parameters()}
     assert all(torch.equal(before[name], moved[name]) for name in in_encoder)
-    assert not any(
-        torch.equal(before[name], moved[name]) for name in before if name.endswith("weight") and name not in in_encoder
-    )
-    assert not all(torch.equal(before[name], seen[-1][1][name]) for name in in_encoder)
+    assert not all(torch.equal(before[name], last[name]) for name in in_encoder)
+    of_heads = [name for name in before if name.endswith("weight") and name not in in_encoder]
+    assert of_heads
+    assert not any(torch.equal(before[name], moved[name]) for name in of_heads)
 
 
 @pytest.mark.parametrize("local_epochs", [4, 12], ids=["over rounds", "within a round"])
 def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny, tmp_path):
-    """SimSiam without its stop-gradient collapses; with it, the same steps go on."""
+    """SimSiam without its stop-gradient collapses, and goes on where it shall; with it, nothing collapses."""
     objective = {"name": "simsiam", "output_features": 16, "bottleneck_features": 8, "stop_gradient": False}
     training = {"local_epochs": local_epochs, "batch_size": 16, "learning_rate": 2.0, "stop_at_collapse": True}
     changes = SETTINGS | {"objective": objective, "training": training, "partition": {"name": "iid", "clients": 1}}
-    changes["rounds"] = 20
     with pytest.raises(UserError, match=r"round \d+: the representations collapse: at its end a batch has \d+ % of"):
-        run(tiny(**changes), tmp_path / "collapses")
-    goes_on = {"training": training | {"stop_at_collapse": False}, "rounds": 4}
-    run(tiny(**changes | goes_on), tmp_path / "goes on")
-    healthy = changes | {
-        "objective": objective | {"stop_gradient": True},
-        "training": training | {"learning_rate": 0.05},
-    }
-    train_rounds(build_federation(tiny(**healthy)), rounds=12)
+        run(tiny(**changes | {"rounds": 20}), tmp_path / "collapses")
+    until = RunDirectory.open(tmp_path / "collapses").checkpoint.round + 1
+    goes_on = {"training": training | {"stop_at_collapse": False}, "rounds": until}
+    assert run(tiny(**changes | goes_on), tmp_path / "goes on").checkpoint.finished
+    healthy = {"objective": objective | {"stop_gradient": True}, "training": training | {"learning_rate": 0.05}}
+    replies = train_rounds(build_federation(tiny(**changes | healthy)), until).replies
+    assert min(reply[0].metrics["rank_kept"] for reply in replies.values()) > 0.25
 
 
 @pytest.mark.parametrize(
@@ -324,7 +321,6 @@ def test_a_single_client_whose_batches_lose_their_rank_does_not_end_a_run(kept, 
 BYOL_OF_EIGHT = {"name": "byol", "hidden_features": 16, "output_features": 8}
 MOCO_V3 = BYOL_OF_EIGHT | {"name": "moco_v3"}
 KEPT_TARGET = MOCO_V3 | {"fresh_target_each_round": False}
-State = dict[str, Tensor]
 
 
 def small_federation(tiny: Any, **changes: Any) -> Federation:
@@ -359,8 +355,8 @@ def at_first_step(monkeypatch) -> list[State]:
     return states
 
 
-def first_and_second_round(federation: Federation) -> tuple[Client, State, Message]:
-    """Client 0 trains in rounds 1 and 2: the client, its state between them, and what it receives in round 2."""
+def first_and_second_round(federation: Federation) -> tuple[State, State]:
+    """Client 0 trains in rounds 1 and 2: its state between them, and what it receives in round 2."""
     method = federation.method
     server = method.initial_state()
     client = federation.client(0, Message())
@@ -372,35 +368,29 @@ def first_and_second_round(federation: Federation) -> tuple[Client, State, Messa
     server.tensors = {n: t + 0.01 if t.is_floating_point() else t for n, t in server.tensors.items()}
     received = method.broadcast(server, [0], 2)[0]
     method.client_round(client, received, 2)
-    return client, between, received
+    return between, received.tensors
 
 
 @pytest.mark.parametrize(("objective", "fresh"), [(BYOL_OF_EIGHT, False), (MOCO_V3, True), (KEPT_TARGET, False)])
-def test_a_target_starts_as_the_first_online_network_and_goes_on_unless_it_is_fresh(
+def test_a_target_goes_on_unless_it_is_fresh_and_the_previous_model_is_that_before_the_weights_arrived(
     objective, fresh, tiny, at_first_step
 ):
+    """The first target is the first online network."""
     federation = small_federation(tiny, objective=objective, regularizers=["representation_alignment"])
-    _, between, received = first_and_second_round(federation)
-    first, second = at_first_step
-    server = federation.method.initial_state().tensors
-    assert same(target_as_online(first), {name: server[name] for name in target_as_online(first)})
-    expected = received.tensors if fresh else target_as_online(between)
-    assert same(target_as_online(second), {name: expected[name] for name in target_as_online(second)})
-
-
-def test_the_previous_model_is_the_one_before_the_weights_arrived(tiny, at_first_step):
-    federation = small_federation(tiny, regularizers=["representation_alignment"])
-    own = federation.client(0, Message()).model.online_state()
-    _, between, received = first_and_second_round(federation)
+    server, own = federation.method.initial_state().tensors, federation.client(0, Message()).model.online_state()
+    between, received = first_and_second_round(federation)
+    targets = [target_as_online(state) for state in at_first_step]
+    expected = received if fresh else target_as_online(between)
+    for target, source in zip(targets, (server, expected), strict=True):
+        assert same(target, {name: source[name] for name in target})
     for state, before in zip(at_first_step, (own, between), strict=True):
         previous = {name[9:]: tensor for name, tensor in state.items() if name.startswith("previous.")}
         assert same(previous, {name: tensor for name, tensor in before.items() if name.startswith("online.")})
-    assert not same(previous, received.tensors)
+    assert not same(previous, received)
 
 
-@pytest.mark.parametrize("aggregators", [["weighted_mean"], ["weighted_mean", "representation_mean"]])
-def test_an_answer_and_a_state_do_not_change_when_the_client_trains_on(aggregators, tiny):
-    federation = small_federation(tiny, aggregators=aggregators)
+def test_an_answer_and_a_state_do_not_change_when_the_client_trains_on(tiny):
+    federation = small_federation(tiny, aggregators=["weighted_mean", "representation_mean"])
     method = federation.method
     server, client = method.initial_state(), federation.client(0, Message())
     sent = method.broadcast(server, [0], 1)[0]

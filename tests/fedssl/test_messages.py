@@ -1,4 +1,4 @@
-"""Messages: their bytes, copies and merging, how `transport` rounds them, and that a rounded run stays a run."""
+"""Messages: copies and merging, how `transport` rounds them, and that a rounded run stays a run."""
 
 from typing import Any
 
@@ -14,11 +14,6 @@ from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.short_runs import SMALL, contents, stopped_before_commit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def test_bytes_are_the_tensors_data_and_eight_a_number():
-    tensors = {"a": torch.zeros(3, 2), "b": torch.zeros(5, dtype=torch.float16)}
-    assert Message(tensors, {"samples": 4}, {}, {"cka": 1}).num_bytes == 3 * 2 * 4 + 5 * 2 + 8 + 8
 
 
 def test_a_copy_shares_no_memory_carries_no_gradient_and_is_on_the_cpu():
@@ -102,8 +97,7 @@ DICTIONARY = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights": ("int8", AVERAGED),
     "layers": ("bfloat16", LW_FEDSSL),
-    "factors": ("int8", ALIGNED | {"data": {"name": "digits", "train_limit": 150, "public_holdout": 60}}),
-    "kernels": ("bfloat16", ALIGNED | {"architectures": ["small_convnet"]}),
+    "kernels": ("int8", ALIGNED),
     "dictionary": ("bfloat16", AVERAGED | DICTIONARY),
 }
 

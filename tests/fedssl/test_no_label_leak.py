@@ -17,7 +17,7 @@ from tests.fedssl.conftest import tiny_values
 from tests.fedssl.engines.every_tensor import assert_same
 from tests.fedssl.killed_runs import contents
 from tests.fedssl.rounds_in_memory import Rounds, train_rounds
-from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, READS, noise
+from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, noise
 
 pytestmark = pytest.mark.usefixtures("teacher")
 CLIENTS, IMAGES, CLASSES = 2, 24, 3
@@ -79,25 +79,25 @@ def test_a_supervised_objective_does_look_at_labels():
         assert_labels_do_not_matter(objective="supervised")
 
 
+def classes(folder: str) -> dict[str, Any]:
+    return {name: part_class(folder, name) for name in part_names(folder)}
+
+
 def parts() -> list[dict[str, Any]]:
-    """Each part of each kind, with what it needs; all regularizers train together."""
+    """Each part in a run at least: all regularizers, and all that does not exchange weights, train together."""
     found: list[dict[str, Any]] = [
-        {"objective": name}
-        for name in part_names("objectives")
-        if not part_class("objectives", name).needs_labels  # type: ignore[attr-defined]
+        {"objective": name} for name, part in classes("objectives").items() if not part.needs_labels
     ]
-    found.append(
-        {"regularizers": part_names("regularizers"), "aggregators": ["weighted_mean", *dict.fromkeys(READS.values())]}
-    )
-    for name in set(part_names("aggregators")) - {"orchestra_clusters"}:  # it is that objective's
-        joins: Any = part_class("aggregators", name)
-        found.append({"aggregators": [name] if joins.exchanges_weights else ["weighted_mean", name]})
-    for name in part_names("local_updates"):
-        part: Any = part_class("local_updates", name)
-        exchanges_weights = part.trains_global_copy or not part.personal
-        aggregators = ["weighted_mean"] if exchanges_weights else ["representation_mean"]
-        found.append({"local_update": name, "aggregators": aggregators})
-    return found + [{"schedule": name} for name in part_names("schedules")]
+    exchanging = [name for name, part in classes("aggregators").items() if part.exchanges_weights]
+    others = set(part_names("aggregators")) - {*exchanging, "orchestra_clusters"}  # which is that objective's
+    found.append({"regularizers": part_names("regularizers"), "aggregators": ["weighted_mean", *sorted(others)]})
+    updates = classes("local_updates")
+    alone = [name for name, part in updates.items() if part.personal and not part.trains_global_copy]
+    found += [{"local_update": name, "aggregators": ["representation_mean"]} for name in alone]
+    joined = [name for name in updates if name not in alone]
+    for i in range(max(len(joined), len(exchanging))):
+        found.append({"local_update": joined[i % len(joined)], "aggregators": [exchanging[i % len(exchanging)]]})
+    return found + [{"schedule": name} for name in part_names("schedules") if name != "end_to_end"]
 
 
 @pytest.mark.parametrize("part", sorted(parts(), key=str), ids=str)

@@ -11,17 +11,18 @@ import pytest
 from PIL import Image
 
 from fedssl.cli import app
+from fedssl.engines import pace
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe, parse_recipe
-from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.conftest import tiny_values
 from tests.fedssl.engines.short_runs import SMALL
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", DOCS / "methods.md", DOCS / "demo.md", DOCS / "add_a_method.md"]
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-#: what makes the runs of docs/own_images.md short; the page's own settings stay
+#: what makes the runs of a page short; the page's own settings stay
 SHORT = ("rounds=1", "training.local_epochs=1", "training.batch_size=16", "evaluation.linear.epochs=2")
 
 
@@ -30,8 +31,11 @@ def block(start: str) -> str:
 
 
 @pytest.fixture
-def fedssl_prints(fedssl):
+def fedssl_prints(fedssl, few_neighbours, monkeypatch):
     """Run a command in an empty folder; return what it prints."""
+    monkeypatch.setattr(pace, "SECONDS", 0.01)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "load", raising=False)
 
     def prints(words: list[str]) -> str:
         code, out, err = fedssl(*words[1:], columns=80)
@@ -39,6 +43,26 @@ def fedssl_prints(fedssl):
         return out
 
     return prints
+
+
+def take_steps(page: str, fedssl_prints, *settings: str) -> tuple[int, int]:
+    """Take a page's steps in its order, with short runs; return how many blocks of Python and commands they are."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    steps = re.findall(r"```python\n(.*?)```|^    (fedssl .*?[^\\])$", text, re.DOTALL | re.MULTILINE)
+    for code, command in steps:
+        if code:
+            exec(code, {})
+            continue
+        words = shlex.split(re.sub(r"\\\n\s*", "", command))
+        if words[1] in ("run", "pretrain"):
+            words = [*words[:3], *(word for word in words[3:] if not word.startswith("rounds=")), *SHORT, *settings]
+        if "--minutes" in words:
+            place = words.index("--minutes")
+            words = words[:place] + words[place + 2 :]
+        if "--fine-tune" in words:  # forty epochs of RandAugment: checked elsewhere
+            words = words[: words.index("--fine-tune")]
+        fedssl_prints(words)
+    return len([code for code, _ in steps if code]), len([command for _, command in steps if command])
 
 
 @pytest.mark.parametrize(
@@ -59,10 +83,12 @@ def test_every_link_to_a_file_has_one(page):
 
 
 def test_the_parts_of_the_docs_run(tmp_path):
-    for name in ("Variance", "Turned"):
-        (tmp_path / f"{name}.py").write_text(block(f"class {name}"))
-    own, turned = str(tmp_path / "Variance.py"), {"name": str(tmp_path / "Turned.py"), "brightness": 0.1}
-    values = AVERAGED | SMALL | {"regularizers": [{"name": own, "weight": 2.0}], "augmentation": turned}
+    paths = {name: tmp_path / f"{name}.py" for name in ("Variance", "Turned", "Median", "WarmThenLast")}
+    for name, path in paths.items():
+        path.write_text(block(f"class {name}"))
+    own, turned, median, last = map(str, paths.values())
+    values = {"regularizers": [{"name": own, "weight": 2.0}], "augmentation": {"name": turned, "brightness": 0.1}}
+    values |= SMALL | {"aggregators": [median], "local_update": "replace", "schedule": last}
     rows = run(parse_recipe(tiny_values(**values)), tmp_path / "run").read_metrics()
     assert len([row for row in rows if row[2] == "deviation" and row[1] == "0"]) == 2
     total, loss = (next(v for _, who, m, v in rows if m == name and who == "0") for name in ("total_loss", "loss"))
@@ -94,13 +120,16 @@ def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_va
             load_recipe(command[2], overrides)
 
 
-def test_every_step_of_own_images_works_in_the_pages_order(tmp_path, monkeypatch, fedssl_prints):
+def test_every_step_of_start_works_in_the_pages_order(fedssl_prints, capsys):
+    assert take_steps("start.md", fedssl_prints, "architectures=[small_convnet]") == (2, 4)
+    assert Path("runs/photos/report.html").exists()
+    assert "most like the first image" in capsys.readouterr().out
+
+
+def test_every_step_of_own_images_works_in_the_pages_order(fedssl_prints):
     """On a small folder of images without labels."""
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "load", raising=False)
     random = np.random.default_rng(0)
     for number in range(60):
         path = Path("photos") / ("" if number % 2 else "older") / f"{number:02}.png"
@@ -110,23 +139,8 @@ def test_every_step_of_own_images_works_in_the_pages_order(tmp_path, monkeypatch
     arrays = {name: random.integers(0, 256, shape, np.uint8) for name, shape in labelled.items()}
     np.savez("labelled.npz", **arrays, y_train=np.arange(40) % 2, y_test=np.arange(20) % 2)
 
-    page = (DOCS / "own_images.md").read_text(encoding="utf-8")
-    steps = re.findall(r"```python\n(.*?)```|^    (fedssl .*?[^\\])$", page, re.DOTALL | re.MULTILINE)
-    assert len([code for code, _ in steps if code]) == 3
-    assert len(steps) >= 12
-    for code, command in steps:
-        if code:
-            exec(code, {})
-            continue
-        words = shlex.split(re.sub(r"\\\n\s*", "", command))
-        if words[1] in ("run", "pretrain"):
-            words = [*words[:3], *(word for word in words[3:] if not word.startswith("rounds=")), *SHORT]
-        if "--minutes" in words:
-            place = words.index("--minutes")
-            words = words[:place] + words[place + 2 :]
-        if "--fine-tune" in words:  # forty epochs of RandAugment: checked elsewhere
-            words = words[: words.index("--fine-tune")]
-        fedssl_prints(words)
+    code, commands = take_steps("own_images.md", fedssl_prints)
+    assert (code, commands >= 9) == (3, True)
     assert "Images as the encoder sees them" in Path("runs/photos/report.html").read_text()
     assert "downstream_mine_knn" in Path("runs/measured/metrics.csv").read_text()
     with np.load("features.npz") as features:
@@ -134,9 +148,8 @@ def test_every_step_of_own_images_works_in_the_pages_order(tmp_path, monkeypatch
         assert "older/00.png" in features["files"]
 
 
-def test_how_long_will_my_run_take_prints_what_the_page_shows(tmp_path, monkeypatch, fedssl_prints):
+def test_how_long_will_my_run_take_prints_what_the_page_shows(tmp_path, fedssl_prints):
     """docs/speed.md: its table file and its commands, as they stand."""
-    monkeypatch.chdir(tmp_path)
     section = (DOCS / "speed.md").read_text(encoding="utf-8").partition("## How long will my run take")[2]
     (table,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     Path("mine.yaml").write_text(table)

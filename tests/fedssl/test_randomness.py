@@ -23,6 +23,7 @@ from fedssl.randomness import deterministic_on, seed_for, seeded
 from fedssl.recipe.reading import parse_recipe
 from fedssl.training import train_locally
 from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.engines.short_runs import SMALL
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 IMAGES, BATCH_SIZE, EPOCHS = 12, 4, 2
@@ -78,7 +79,8 @@ def test_rounds_and_evaluations_of_a_run_are_deterministic_if_asked_for(tiny, tm
 
     monkeypatch.setattr(method, "deterministic_on", noting("round"))
     monkeypatch.setattr(rounds, "deterministic_on", noting("evaluation"))
-    recipe = tiny(**AVERAGED, rounds=1, training={"local_epochs": 1, "batch_size": 8, "deterministic": True})
+    training = {"local_epochs": 1, "batch_size": 8, "deterministic": True}
+    recipe = tiny(**AVERAGED | SMALL, rounds=1, training=training)
     in_process.run(recipe, tmp_path / "a")
     clients = ["round"] * recipe.partition.clients
     assert asked == [(where, CPU, True) for where in ("evaluation", *clients, "evaluation")]

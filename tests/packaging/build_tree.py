@@ -33,7 +33,7 @@ if source and os.environ.get("BROKEN_SOURCE") == source:
     print("some remark", file=sys.stderr)
     print(f"{{source}}(1): error: pretended", file=sys.stderr)
     sys.exit(1)
-if source and os.environ.get("WARNING_IN_SOURCE") == source:
+if source and source in os.environ.get("WARNING_IN_SOURCE", "").split():
     strict = "-Werror" in arguments
     print(f"{{source}}(1): {{'error' if strict else 'warning'}}: pretended", file=sys.stderr)
     if strict:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,8 +195,23 @@ def ranking_on_ranks(options: dict[str, Any]) -> Callable[[ModuleType], Any]:
 
 
 METHODS = "gather", "ring"
+
+
+def with_scale(scale: Any, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda image, text: loss(image, text, scale)
+
+
 # Their mean over the ranks is the loss of the whole batch, and so are the gradients.
 ON_RANKS = {
+    **{
+        f"ClipLoss, scale {scale!r}": Loss(
+            "open_clip.loss",
+            lambda losses, scale=scale: with_scale(scale, clip_on_ranks(False, True, "ring")(losses)),
+            with_scale(scale, clip),
+            lambda rows: pairs(rows)[:2],
+        )
+        for scale in (9.0, np.float32(9), torch.tensor([9.0]))
+    },
     **{
         f"ClipLoss, {local=}, {method}": Loss("open_clip.loss", clip_on_ranks(local, True, method), clip, pairs)
         for local, method in itertools.product((False, True), METHODS)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedkernels.compat import pytorch_metric_learning as ours
+from tests.fedkernels.refusals import refusals
 
 NAMES = ["NTXentLoss", "SupConLoss"]
 CLASSES = torch.tensor([0, 1, 2, 0, 1, 2, 0, 3])
@@ -174,26 +175,20 @@ def one_of(**changed: Any) -> Tensor:
 PAIR = torch.tensor([0, 1])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: one_of(labels=None), ValueError, "labels must be a tensor with one label for each row"),
-        (lambda: one_of(labels=CLASSES[:, None]), ValueError, r"labels must have shape \[8\], .* got \[8, 1\]"),
-        (lambda: one_of(labels=[0, 1]), TypeError, "labels must be a torch.Tensor, got list"),
-        (lambda: one_of(embeddings=EMBEDDINGS[:, :0]), ValueError, "embeddings must not be empty in d"),
-        (lambda: one_of(embeddings=EMBEDDINGS[0]), ValueError, r"embeddings must have shape \[B, d\]"),
-        (lambda: one_of(ref_emb=OTHERS[:, :3]), ValueError, "ref_emb must have 5 columns as embeddings, got 3"),
-        (lambda: one_of(ref_emb=OTHERS[:3]), ValueError, r"ref_labels, by default labels, .* \[3\]"),
-        (lambda: one_of(ref_emb=OTHERS, ref_labels=CLASSES[:3]), ValueError, r"shape \[8\], .* got \[3\]"),
-        (lambda: one_of(indices_tuple=(PAIR, PAIR)), ValueError, "indices_tuple must be three or four tensors"),
-        (lambda: one_of(indices_tuple=([0], [1], [2])), ValueError, "indices_tuple must be three or four tensors"),
-        (lambda: one_of(indices_tuple=(PAIR,) * 4), ValueError, "got one as both"),
-        (lambda: ours.SupConLoss(margin=1), TypeError, "unexpected keyword argument 'margin'"),
-        (lambda: ours.SupConLoss(distance=nn.CosineSimilarity()), ValueError, "distance must be None or Cosine"),
-        (lambda: ours.NTXentLoss(reducer=SimpleNamespace()), ValueError, r"reducer must be None or MeanReducer\(\)"),
-        (lambda: ours.NTXentLoss(temperature=0.0), ValueError, "temperature must be positive"),
-    ],
+test_bad_input_is_named = refusals(
+    (lambda: one_of(labels=None), ValueError, "labels must be a tensor with one label for each row"),
+    (lambda: one_of(labels=CLASSES[:, None]), ValueError, r"labels must have shape \[8\], .* got \[8, 1\]"),
+    (lambda: one_of(labels=[0, 1]), TypeError, "labels must be a torch.Tensor, got list"),
+    (lambda: one_of(embeddings=EMBEDDINGS[:, :0]), ValueError, "embeddings must not be empty in d"),
+    (lambda: one_of(embeddings=EMBEDDINGS[0]), ValueError, r"embeddings must have shape \[B, d\]"),
+    (lambda: one_of(ref_emb=OTHERS[:, :3]), ValueError, "ref_emb must have 5 columns as embeddings, got 3"),
+    (lambda: one_of(ref_emb=OTHERS[:3]), ValueError, r"ref_labels, by default labels, .* \[3\]"),
+    (lambda: one_of(ref_emb=OTHERS, ref_labels=CLASSES[:3]), ValueError, r"shape \[8\], .* got \[3\]"),
+    (lambda: one_of(indices_tuple=(PAIR, PAIR)), ValueError, "indices_tuple must be three or four tensors"),
+    (lambda: one_of(indices_tuple=([0], [1], [2])), ValueError, "indices_tuple must be three or four tensors"),
+    (lambda: one_of(indices_tuple=(PAIR,) * 4), ValueError, "got one as both"),
+    (lambda: ours.SupConLoss(margin=1), TypeError, "unexpected keyword argument 'margin'"),
+    (lambda: ours.SupConLoss(distance=nn.CosineSimilarity()), ValueError, "distance must be None or Cosine"),
+    (lambda: ours.NTXentLoss(reducer=SimpleNamespace()), ValueError, r"reducer must be None or MeanReducer\(\)"),
+    (lambda: ours.NTXentLoss(temperature=0.0), ValueError, "temperature must be positive"),
 )
-def test_bad_input_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

@@ -1,4 +1,7 @@
-"""The cached drop-ins beside the plain ones: any features, little memory, one exchange of gradients, the Trainer."""
+"""The cached drop-ins beside the plain ones: any features, little memory, one exchange of gradients, the Trainer.
+
+Their two passes are those of GradientCache: test_gradient_cache.py has dropout, autocast and several ranks.
+"""
 
 import itertools
 import weakref
@@ -8,14 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedkernels.compat import sentence_transformers
 from tests.fedkernels.compat.losses import CLOSE, SENTENCES
-from tests.fedkernels.distributed.conftest import one_rank, ranks  # noqa: F401  (fixtures)
-from tests.fedkernels.distributed.ranks import Ranks
 
 Features = dict[str, Any]
 LENGTHS = [3, 1, 4, 1, 5, 2, 6]
@@ -31,7 +31,6 @@ class Reader(nn.Module):
         self.documents, self.head = nn.Linear(8, 6).requires_grad_(trained), nn.Linear(8, 6)
         self.dropout = 0.0
         self.written: list[weakref.ref[Tensor]] = []
-        self.dtypes: list[torch.dtype] = []
 
     def __getitem__(self, index: int) -> nn.Module:
         return self  # the originals look at a model's first module
@@ -63,7 +62,6 @@ class Reader(nn.Module):
         head = self.documents if features.get("task") == "document" else self.head
         features["sentence_embedding"] = nn.functional.dropout(head(hidden.tanh()), self.dropout)
         self.written += [weakref.ref(features[name]) for name in ("token_embeddings", "sentence_embedding")]
-        self.dtypes.append(features["sentence_embedding"].dtype)
         return features
 
 
@@ -174,20 +172,10 @@ def test_the_cached_loss_is_the_plain_one(kind, options):
     for name in ("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss"):
         cached = getattr(sentence_transformers, f"Cached{name}")(Reader(), **options)
         plain = getattr(sentence_transformers, name)(Reader())
-        torch.testing.assert_close(gradients(cached, features), gradients(plain, features), **CLOSE)
-
-
-def test_the_cached_loss_repeats_its_dropout_and_has_its_value_without_gradients():
-    features, found = [bag(0), bag(1)], []
-    for name in ("CachedMultipleNegativesRankingLoss", "MultipleNegativesRankingLoss"):
-        loss = getattr(sentence_transformers, name)(Reader())
-        loss.model.dropout = 0.5
-        torch.manual_seed(1)
+        found = gradients(cached, features)
+        torch.testing.assert_close(found, gradients(plain, features), **CLOSE)
         with torch.no_grad():
-            value = loss([dict(column) for column in features])
-        found.append([value, *gradients(loss, features)])  # one mini-batch for a column: both draw the same numbers
-        torch.testing.assert_close(found[-1][0], found[-1][1])
-    torch.testing.assert_close(*found, **CLOSE)
+            torch.testing.assert_close(cached([dict(column) for column in features]), found[0])
 
 
 def test_between_the_passes_nothing_that_the_model_wrote_is_alive():
@@ -214,15 +202,6 @@ def test_a_second_loss_before_the_first_backward_pass_keeps_its_own_gradients():
     torch.testing.assert_close([grad for grad in together if grad.any()], sums, **CLOSE)
 
 
-def test_both_passes_have_autocasts_dtype_and_the_gradients_stay_wide():
-    loss = sentence_transformers.CachedMultipleNegativesRankingLoss(Reader(), mini_batch_size=4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = loss([padded(0), padded(1)])
-    value.backward()
-    assert value.dtype == torch.float32
-    assert loss.model.dtypes == [torch.bfloat16] * 8
-
-
 def counted(model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, list[int]]:
     """The model in DistributedDataParallel, and the sizes of the buckets of gradients that it has exchanged so far."""
     parallel, sizes = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options), []
@@ -240,7 +219,7 @@ def counted(model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified in DDP constructor, but did not find any")
 @pytest.mark.parametrize("frozen", [False, True], ids=["one tower", "frozen documents"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_the_ranks_exchange_each_gradient_once(one_rank, options, frozen):  # noqa: F811
+def test_the_ranks_exchange_each_gradient_once(one_rank, options, frozen):
     features = [padded(0), padded(1) | {"task": "document" if frozen else "query"}]
     cached = sentence_transformers.CachedMultipleNegativesRankingLoss(Reader(trained=False), mini_batch_size=3)
     plain = sentence_transformers.MultipleNegativesRankingLoss(Reader(trained=False))
@@ -256,28 +235,6 @@ def test_the_ranks_exchange_each_gradient_once(one_rank, options, frozen):  # no
     with cached.model.no_sync():
         gradients(cached, features)
     assert sum(sizes) - exchanged == weights
-
-
-def on_ranks() -> list[Tensor]:
-    rank = dist.get_rank()
-    loss: Any = sentence_transformers.CachedMultipleNegativesRankingLoss(
-        Reader(), mini_batch_size=3, gather_across_devices=True
-    )
-    loss.model = DistributedDataParallel(loss.model, find_unused_parameters=True)
-    return gradients(loss, [padded(10 * rank + column) for column in range(2)])
-
-
-def test_on_several_ranks_it_is_the_plain_one_of_the_whole_batch(ranks: Ranks):  # noqa: F811
-    results = ranks(on_ranks)
-    columns = [[padded(10 * rank + column) for rank in range(len(results))] for column in range(2)]
-    whole = [
-        {name: torch.cat([part[name] for part in parts]) for name in ("input_ids", "attention_mask")}
-        for parts in columns
-    ]
-    value, *expected = gradients(sentence_transformers.MultipleNegativesRankingLoss(Reader()), whole)
-    torch.testing.assert_close(torch.stack([result[0] for result in results]).mean(), value, **CLOSE)
-    for _, *found in results:
-        torch.testing.assert_close(found, expected, **CLOSE)
 
 
 class ForwardDecorator:

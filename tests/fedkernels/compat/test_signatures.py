@@ -65,6 +65,8 @@ def test_the_arguments_are_these(name, library):
         expected = defaults | ({"dist_impl": "bidir"} if "dist_impl" in defaults else {})
         assert all(getattr(made, key) == value for key, value in expected.items() if key != "memory_bank_size")
         assert list(made.state_dict()) == []
+        if "gather_across_devices" in defaults:
+            assert loss(*model_of(name), gather_across_devices=True).gather_across_devices is True
 
 
 @pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")

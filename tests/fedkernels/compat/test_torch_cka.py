@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedkernels import debiased_cka_pairwise
 from fedkernels.compat.torch_cka import CKA
+from tests.fedkernels.refusals import refusals
 
 
 def model(seed: int) -> nn.Module:
@@ -52,10 +53,12 @@ def test_values_and_arguments_are_the_originals(layers):
     assert result == expected
 
 
-def test_a_model_is_like_itself_and_keeps_no_hooks():
+def test_a_model_is_like_itself_and_keeps_its_mode_and_no_hooks():
     network = model(0)
     ours = CKA(network, network)
+    network.train()
     ours.compare(loader())
+    assert network.training
     torch.testing.assert_close(ours.export()["CKA"].diagonal(), torch.ones(5))
     network.lists = nn.ModuleList()  # it never runs
     assert CKA(network, network).layers == [["", "0", "1", "2", "3"]] * 2
@@ -113,15 +116,6 @@ def test_layers_that_run_twice_change_in_place_or_return_a_tuple():
     torch.testing.assert_close(ours, debiased_cka_pairwise(outputs, others).float(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_mode_is_restored_after_an_error():
-    network = model(0)
-    ours = CKA(network, network)
-    network.train()
-    with pytest.raises(ValueError, match="at least 4 samples, got 3"):
-        ours.compare([IMAGES[:3]])
-    assert network.training
-
-
 def test_a_constant_layer_has_the_value_0():
     """The original divides 0 by 0 there and raises AssertionError."""
     constant = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double()
@@ -133,24 +127,31 @@ def test_a_constant_layer_has_the_value_0():
     assert values_of([IMAGES * torch.nan]).isnan().all()
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match=r"model2_layers must be names of named_modules\(\), got \['9'\]"):
-        CKA(model(0), model(1), model2_layers=["9"])
-    with pytest.raises(ValueError, match="model1_layers must name at least one layer"):
-        CKA(model(0), model(1), model1_layers=[])
-    with pytest.raises(ValueError, match=r"call compare\(\) before export\(\)"):
-        CKA(model(0), model(1)).export()
-    with pytest.raises(ValueError, match="at least 4 samples, got 3"):
-        CKA(model(0), model(1)).compare(loader(samples=3))
-    with pytest.raises(ValueError, match="dataloader2 must have as many batches as dataloader1"):
-        values_of([IMAGES, IMAGES], [IMAGES])
-    with pytest.raises(ValueError, match="dataloader2 must have batches of the same sizes"):
-        values_of([IMAGES], [IMAGES[:8]])
-    with pytest.raises(
-        ValueError, match=r"model1_layers must be layers that run in the forward pass, got \['unused'\]"
-    ):
-        values_of([IMAGES], first=Several().double(), layers=("unused",))
+def of_two_devices() -> nn.DataParallel:
     parallel = nn.DataParallel(model(0))
     parallel.device_ids = [0, 1]
-    with pytest.raises(ValueError, match=r"give its \.module"):
-        values_of([IMAGES], first=parallel, layers=("module.0",))
+    return parallel
+
+
+def between(**layers: list[str]) -> CKA:
+    return CKA(model(0), model(1), **layers)
+
+
+test_bad_input = refusals(
+    (
+        lambda: between(model2_layers=["9"]),
+        ValueError,
+        r"model2_layers must be names of named_modules\(\), got \['9'\]",
+    ),
+    (lambda: between(model1_layers=[]), ValueError, "model1_layers must name at least one layer"),
+    (lambda: between().export(), ValueError, r"call compare\(\) before export\(\)"),
+    (lambda: between().compare(loader(samples=3)), ValueError, "at least 4 samples, got 3"),
+    (lambda: values_of([IMAGES, IMAGES], [IMAGES]), ValueError, "dataloader2 must have as many batches as dataloader1"),
+    (lambda: values_of([IMAGES], [IMAGES[:8]]), ValueError, "dataloader2 must have batches of the same sizes"),
+    (
+        lambda: values_of([IMAGES], first=Several().double(), layers=("unused",)),
+        ValueError,
+        r"model1_layers must be layers that run in the forward pass, got \['unused'\]",
+    ),
+    (lambda: values_of([IMAGES], first=of_two_devices(), layers=("module.0",)), ValueError, r"give its \.module"),
+)

@@ -1,7 +1,6 @@
-"""Process groups for the tests: of two and of four processes, and of this process alone."""
+"""Process groups of two and of four processes for the tests of this folder."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,14 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Stopped with the last test of a file: other tests of the same process count its children."""
     group = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
     yield group
     group.stop()
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()

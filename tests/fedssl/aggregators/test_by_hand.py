@@ -45,6 +45,7 @@ from fedssl.objectives.base import Step
 from fedssl.recipe.recipe import FlowerOptions
 from fedssl.regularizers.base_alignment import BaseAlignment
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
+from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.small_models import FIRST_TWO, Scale, local_round, scalar_model, value
 
@@ -56,8 +57,7 @@ def at(x: float, y: float, mean: float = 0.0) -> Message:
 
 
 @pytest.mark.parametrize(
-    ("trim", "expected"),
-    [(0.0, [200.6, -1.4]), (0.2, [2.0, 1.0]), (0.39, [2.0, 1.0]), (0.4, [2.0, 1.0]), (0.1, [200.6, -1.4])],
+    ("trim", "expected"), [(0.0, [200.6, -1.4]), (0.1, [200.6, -1.4]), (0.2, [2.0, 1.0]), (0.4, [2.0, 1.0])]
 )
 def test_the_trimmed_mean_by_hand(trim, expected):
     """Every entry is trimmed for itself, and no client counts for more: the third states many images."""
@@ -68,19 +68,6 @@ def test_the_trimmed_mean_by_hand(trim, expected):
     del replies[4]
     state = TrimmedMean(name="trimmed_mean", trim=0.4999999999).aggregate(at(0, 0), replies)
     assert state.tensors[WEIGHT].tolist() == [1.5, 0.5]  # of four the two in the middle are left
-
-
-def test_the_mean_by_hand():
-    """Of one sample and of three; a counter is rounded to the nearest integer."""
-    counter = "online.encoder.bn.num_batches_tracked"
-    replies = {
-        2: Message({WEIGHT: torch.tensor([8.0, 0.0]), counter: torch.tensor(3)}, {"samples": 1.0}),
-        5: Message({WEIGHT: torch.tensor([0.0, 4.0]), counter: torch.tensor(4)}, {"samples": 3.0}),
-    }
-    state = WeightedMean().aggregate(Message(replies[2].tensors), replies)
-    assert state.tensors[WEIGHT].tolist() == [2.0, 3.0]
-    assert state.tensors[counter].item() == 4  # 3.75
-    assert state.tensors[counter].dtype == torch.int64
 
 
 @pytest.mark.parametrize("part", [WeightedMean(), EUA(), LDawa()])
@@ -103,7 +90,7 @@ def test_there_is_no_distance_of_one_client_or_of_a_mean_that_stands_for_all():
 
 def test_the_distance_over_what_travels_is_that_of_the_whole_networks(tiny):
     """In the last stage the first two layers are final and do not travel; each client has the same of them."""
-    federation = build_federation(tiny(**LW_FEDSSL))
+    federation = build_federation(tiny(**LW_FEDSSL | SMALL))
     done = train_rounds(federation, 2)
     networks = []
     for k in range(3):
@@ -123,7 +110,7 @@ def test_the_distance_over_what_travels_is_that_of_the_whole_networks(tiny):
 
 
 def test_no_distance_is_logged_of_noisy_weights(tiny):
-    federation = build_federation(tiny(**AVERAGED))
+    federation = build_federation(tiny(**AVERAGED | SMALL))
     done = train_rounds(federation, 1)
     assert done.server.metrics[DISTANCE] > 0
     privacy = {"name": "local_dp", "clipping_norm": 1.0, "epsilon": 1.0, "delta": 1e-5}
@@ -142,7 +129,9 @@ def test_no_distance_is_logged_of_noisy_weights(tiny):
 
 
 def test_l_dawa_scales_each_tensor_by_its_cosine_and_averages_statistics_by_samples():
-    """Global (1, 0). cos((2, 0)) = 1, cos((3, 4)) = 3/5: w = ((2, 0) + 0.6 (3, 4)) / 2 = (1.9, 1.2).
+    """The plain round before is the weighted mean, of one sample and of three.
+
+    Global (1, 0). cos((2, 0)) = 1, cos((3, 4)) = 3/5: w = ((2, 0) + 0.6 (3, 4)) / 2 = (1.9, 1.2).
 
     Samples 1 and 3: running mean (1 + 3 * 5) / 4 = 4, counter (3 + 3 * 8) / 4 = 6.75 -> 7.
     The bias was 0 and has no angle: (2 + 4) / 2 = 3. Mean cosines: (1 + 1) / 2 and (0.6 + 1) / 2.
@@ -158,6 +147,7 @@ def test_l_dawa_scales_each_tensor_by_its_cosine_and_averages_statistics_by_samp
     plain = part.aggregate(server, replies)
     assert plain.numbers == {"l_dawa.rounds": 1}
     torch.testing.assert_close(plain.tensors["online.w"], torch.tensor([(2 + 3 * 3) / 4, 3 * 4 / 4]))
+    torch.testing.assert_close(plain.tensors["online.bn.num_batches_tracked"], torch.tensor(7))
     server.numbers.update(plain.numbers)
     state = part.aggregate(server, replies)
     torch.testing.assert_close(state.tensors["online.w"], torch.tensor([1.9, 1.2]))
@@ -323,19 +313,12 @@ def sent_by(part: RepresentationMean, server: Message, client: int = 0) -> dict[
 
 @pytest.mark.parametrize(("rows", "form"), [(9, FACTOR), (8, KERNEL)])
 def test_what_is_sent_is_the_mean_kernel_or_a_factor_of_it_whichever_is_smaller(rows, form):
-    server = state_of((rows, 3), (rows, 5))
-    [(name, sent)] = sent_by(RepresentationMean(), server).items()
-    k0, k1 = map(kernel_of, server.tensors.values())
+    """Clients 1 and 3 of four have answered: the others do not count."""
+    a, b = state_of((rows, 3), (rows, 5)).tensors.values()
+    [(name, sent)] = sent_by(RepresentationMean(), Message({"representation.1": a, "representation.3": b})).items()
     assert (name, sent.shape) == (form, (rows, 8))
     mean = kernel_of(sent) if name == FACTOR else sent.double()
-    torch.testing.assert_close(mean, 0.5 * k0 + 0.5 * k1, atol=1e-5, rtol=1e-5)
-
-
-def test_clients_that_have_not_answered_yet_do_not_count():
-    """Clients 1 and 3 of four have answered."""
-    server = Message({"representation.1": torch.eye(2)[:, :1], "representation.3": torch.eye(2)[:, 1:]})
-    [sent] = sent_by(RepresentationMean(), server).values()
-    torch.testing.assert_close(sent.diagonal(), torch.tensor([0.5, 0.5]))
+    torch.testing.assert_close(mean, 0.5 * kernel_of(a) + 0.5 * kernel_of(b), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [((20, 3), (20, 5)), ((20, 6),)], ids=["two clients", "one has answered"])
@@ -412,25 +395,21 @@ def test_the_controls_are_ones_own_kernel_and_those_of_untrained_networks():
     assert RepresentationMean().aggregate(server, {0: new}).tensors["representation.0"].sum() == 60
 
 
-@pytest.mark.parametrize("target", ["peers", "self"])
-def test_kernels_that_are_renewed_every_second_round_are_sent_and_change_in_these_alone(target, tiny):
-    part = {"name": "representation_mean", "target": target, "renew_every": 2}
-    done = train_rounds(build_federation(tiny(**{**ALIGNED, "aggregators": [part]})), 5)
+@pytest.mark.parametrize(
+    ("target", "renew_every", "renewed"), [("peers", 2, [0, 2, 4]), ("self", 2, [0, 2, 4]), ("untrained", 1, [0])]
+)
+def test_kernels_are_sent_and_change_in_the_rounds_in_which_they_are_renewed_alone(target, renew_every, renewed, tiny):
+    part = {"name": "representation_mean", "target": target, "renew_every": renew_every}
+    done = train_rounds(build_federation(tiny(**ALIGNED | SMALL | {"aggregators": [part]})), 5)
     names = [f"representation.{k}" for k in range(3)]
     answers = [[name for reply in done.replies[r].values() for name in reply.tensors] for r in range(6)]
-    assert answers == [names, [], names, [], names, []]
+    assert answers == [names if r in renewed else [] for r in range(6)]
     sent = [done.sent[r][0].tensors for r in range(1, 6)]
     (form,) = sent[0]
     changes = [not torch.equal(a[form], b[form]) for a, b in itertools.pairwise(sent)]
-    assert changes == [False, True, False, True]
-    assert torch.equal(done.server.tensors["representation.1"], done.replies[4][1].tensors["representation.1"])
-
-
-def test_kernels_of_untrained_networks_are_sent_in_the_opening_round_alone(tiny):
-    part = {"name": "representation_mean", "target": "untrained"}
-    done = train_rounds(build_federation(tiny(**{**ALIGNED, "aggregators": [part]})), 2)
-    assert [len(reply.tensors) for r in range(3) for reply in done.replies[r].values()] == [1, 1, 1] + 6 * [0]
-    assert torch.equal(done.server.tensors["representation.1"], done.replies[0][1].tensors["representation.1"])
+    assert changes == [r in renewed for r in range(1, 5)]
+    last = done.replies[renewed[-1]][1].tensors["representation.1"]
+    assert torch.equal(done.server.tensors["representation.1"], last)
 
 
 def test_half_whitening_gives_the_square_root_of_the_kernel_and_whitening_a_projection():
@@ -489,19 +468,18 @@ def test_with_views_a_client_sends_the_mean_over_random_views_of_each_public_ima
     assert not torch.equal(views[0], views[2])
     mean = torch.stack([model.represent(v, "encoder") for v in views]).mean(dim=0).detach()
     torch.testing.assert_close(sent, mean @ whitening_matrix(mean), atol=1e-3, rtol=1e-3)
-    plain = model.represent(
-        normalize(client.public_images), "encoder"
-    ).detach()  # by which the term whitens its batches
+    # by which the term whitens its batches
+    plain = model.represent(normalize(client.public_images), "encoder").detach()
     torch.testing.assert_close(client.memory.tensors[WHITENING], whitening_matrix(plain), atol=1e-3, rtol=1e-3)
 
 
 def test_everybody_is_asked_before_training_for_representations_of_the_public_images_and_nothing_else(tiny, tmp_path):
-    recipe = tiny(**ALIGNED, clients_per_round=1, rounds=1)
+    recipe = tiny(**ALIGNED | SMALL, clients_per_round=1, rounds=1)
     server = run(recipe, tmp_path / "a").server_state()
     assert sorted(server.tensors) == [f"representation.{k}" for k in range(3)]
     federation = build_federation(recipe)
     idle = next(k for k in range(3) if k not in federation.sampled_clients(1))
     reply = federation.method.client_round(federation.client(idle, Message()), Message(), 0)
     assert reply.tensors.keys() == {f"representation.{idle}"}
-    assert reply.tensors[f"representation.{idle}"].shape[0] == 30
+    assert reply.tensors[f"representation.{idle}"].shape[0] == 20
     assert torch.equal(server.tensors[f"representation.{idle}"], reply.tensors[f"representation.{idle}"])

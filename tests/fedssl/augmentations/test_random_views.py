@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from fedkernels import ViewKey, ViewOptions, two_views
 from fedssl.aggregators.orchestra_clusters import fill_memory
@@ -20,7 +20,7 @@ from fedssl.evaluation.fine_tuning import FineTuning, fine_tuned_network
 from fedssl.models.model import Model
 from fedssl.regularizers.base import endless_views
 from fedssl.regularizers.public_objective import PublicObjective
-from tests.fedssl.evaluation.conftest import TinyEncoder, bright_quarters
+from tests.fedssl.evaluation.conftest import bright_quarters, tiny_encoder
 from tests.fedssl.small_models import local_round, scalar_model
 
 KEY, CPU = ViewKey(7, client=1, round=2, epoch=3), torch.device("cpu")
@@ -47,20 +47,6 @@ def test_the_options_are_those_of_fedkernels():
     options = {"crop_scale": (0.3, 0.6), "solarize": 0.5, "hue": 0.0, "blur_sigma": (0.5, 3)}
     views = RandomViews(**options).views(IMAGES, ROWS, KEY)
     assert all(map(torch.equal, views, two_views(IMAGES, ROWS, KEY, ViewOptions(**options))))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({name: value} for name, value in (("flip", 1.1), ("hue", 0.6), ("blur", -0.1), ("posterize", 0.2))),
-        *({"brightness": value} for value in (-1, 1e7)),
-        *({"crop_scale": values} for values in ((0.5, 0.2), (0.2, 1.5))),
-        *({name: (0, 1)} for name in ("crop_ratio", "blur_sigma")),
-    ],
-)
-def test_bad_options_are_refused(wrong):
-    with pytest.raises(ValidationError, match=next(iter(wrong))):
-        RandomViews(**wrong)
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
@@ -130,7 +116,7 @@ def test_alignment_does_not_depend_on_how_many_views_are_made_at_a_time(monkeypa
     for at_a_time in (7, 30):
         monkeypatch.setattr(evaluate, "_VIEWS_AT_A_TIME", at_a_time)
         torch.manual_seed(0)
-        model = Model({"encoder": TinyEncoder()})
+        model = Model({"encoder": tiny_encoder()})
         measured.append(evaluate.evaluate_model(model, dataset, EvaluationOptions(), 3, linear=False)[0]["alignment"])
     assert measured[0] == pytest.approx(measured[1], rel=1e-6)
     assert measured[0] > 0
@@ -138,18 +124,13 @@ def test_alignment_does_not_depend_on_how_many_views_are_made_at_a_time(monkeypa
 
 def test_fine_tuning_draws_other_crops_in_every_epoch(monkeypatch):
     images, labels = bright_quarters(20)
-    drawn = []
-    real = fine_tuning.draw_views
-
-    def record(augmentation, images, samples, key, device, count):
-        drawn.append((key, samples.tolist()))
-        return real(augmentation, images, samples, key, device, count)
-
-    monkeypatch.setattr(fine_tuning, "draw_views", record)
+    draw = Mock(wraps=fine_tuning.draw_views)
+    monkeypatch.setattr(fine_tuning, "draw_views", draw)
     tuning = FineTuning(3, 8, "sgd", 0.01, augmentation="crop_and_flip")
     for seed in (0, 1):
         generator = torch.Generator().manual_seed(seed)
-        fine_tuned_network(TinyEncoder(), images, labels, 4, tuning, seed, generator)
+        fine_tuned_network(tiny_encoder(), images, labels, 4, tuning, seed, generator)
+    drawn = [(call.args[3], call.args[2].tolist()) for call in draw.call_args_list]
     assert [key.epoch for key, _ in drawn] == [0, 0, 0, 1, 1, 1, 2, 2, 2] * 2
     assert sorted(drawn[0][1] + drawn[1][1] + drawn[2][1]) == list(range(20))
     assert drawn[0][0].seed != drawn[9][0].seed

@@ -2,7 +2,6 @@
 
 import io
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -20,36 +19,10 @@ def save_array(path: Path, pixels: np.ndarray, kind: str | None = None, **option
     return path
 
 
-def png(side: int, bits: int, colour: int, rows: bytes = b"") -> bytes:
-    """A PNG as Pillow cannot write it: `rows` need not be as many as its header announces."""
-    header = struct.pack(">IIBBBBB", side, side, bits, colour, 0, 0, 0)
-    content = b"\x89PNG\r\n\x1a\n"
-    for kind, part in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
-        content += struct.pack(">I", len(part)) + kind + part + struct.pack(">I", zlib.crc32(kind + part))
-    return content
-
-
-def deep_colour_png(value: int = 300, side: int = 8) -> bytes:
-    """16 bits a channel."""
-    return png(side, 16, 2, b"".join(b"\0" + np.full((side, 3), value, ">u2").tobytes() for _ in range(side)))
-
-
-def bomb_png(side: int = 30_000) -> bytes:
-    """A few bytes that announce 900 million pixels."""
-    return png(side, 8, 0)
-
-
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
     content = io.BytesIO()
     image.save(content, kind, **options)
     return content.getvalue()
-
-
-def halves(left: tuple[int, ...] | int, right: tuple[int, ...] | int, mode: str, size: int = 16) -> Image.Image:
-    """An image whose left and right halves have one colour each."""
-    image = Image.new(mode, (size, size), left)
-    image.paste(right, (size // 2, 0, size, size))
-    return image
 
 
 def write_two_classes(folder: Path) -> Path:

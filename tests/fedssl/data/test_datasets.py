@@ -1,7 +1,7 @@
 """The digits and torchvision's sets, what the seed and the limits decide, and public images from files of their own."""
 
-import struct
-from pathlib import Path
+import types
+from unittest.mock import Mock
 from urllib.error import URLError
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 
 from fedssl.data.datasets import load_dataset
-from fedssl.data.options import SOURCES, DataOptions, DataSource
+from fedssl.data.options import DataOptions
 from fedssl.data.partitions import PartitionOptions
 from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
 
@@ -112,93 +112,68 @@ def test_public_images_are_shrunk_with_a_filter_after_their_centre_is_cut(tmp_pa
     assert middle.unique().tolist() == [200]
 
 
-@pytest.mark.parametrize(
-    ("arrays", "says"),
-    [
-        ({"x": np.full((4, 8, 8), np.nan)}, r"x in .* 256 pixels that are NaN"),
-        ({"a": random_pixels(4, 8, 8), "b": np.arange(4)}, r"arrays a, b; expected one of x, x_train"),
-        ({}, r"arrays \(none\); expected"),
-    ],
-)
-def test_bad_public_images(tmp_path, arrays, says):
-    refused(says, DataOptions(public_path=save(tmp_path / "p.npz", **arrays)))
-    refused(r"no file or folder .*gone; set data\.public_path", DataOptions(public_path=tmp_path / "gone"))
+def test_bad_public_images(tmp_path):
     (tmp_path / "bare").mkdir()
-    refused(r"bare holds no image", DataOptions(public_path=tmp_path / "bare"))
+    for path, says in (
+        (save(tmp_path / "a.npz", x=np.full((4, 8, 8), np.nan)), r"x in .* 256 pixels that are NaN"),
+        (
+            save(tmp_path / "b.npz", a=random_pixels(4, 8, 8), b=np.arange(4)),
+            r"arrays a, b; expected one of x, x_train",
+        ),
+        (save(tmp_path / "c.npz"), r"arrays \(none\); expected"),
+        (tmp_path / "gone", r"no file or folder .*gone; set data\.public_path"),
+        (tmp_path / "bare", r"bare holds no image"),
+    ):
+        refused(says, DataOptions(public_path=path))
 
 
 # torchvision's sets, from files that are written as theirs are
 
 
-def test_fashion_mnist_from_its_files(tmp_path):
-    raw = tmp_path / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    images = random_pixels(6, 28, 28)
-    for split, count in (("train", 6), ("t10k", 4)):
-        for kind, array in (("images-idx3", images[:count]), ("labels-idx1", np.arange(count, dtype=np.uint8))):
-            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-            (raw / f"{split}-{kind}-ubyte").write_bytes(header + array.tobytes())
-    fashion = load_dataset(DataOptions(name="fashion_mnist", path=tmp_path), 0)
-    assert np.array_equal(fashion.train_images[:, 0].numpy(), images)
-    assert fashion.test_images.shape == (4, 1, 28, 28)
-    assert fashion.test_labels.tolist() == [0, 1, 2, 3]
-    assert fashion.class_names[9] == "Ankle boot"
-    (raw / "train-images-idx3-ubyte").write_bytes(b"cut")
-    refused("fashion_mnist is not complete", DataOptions(name="fashion_mnist", path=tmp_path))
+@pytest.mark.parametrize(
+    ("name", "kind", "shape"), [("cifar10", "CIFAR10", (32, 32, 3)), ("fashion_mnist", "FashionMNIST", (28, 28))]
+)
+def test_what_torchvision_reads_becomes_images_of_channels(name, kind, shape, monkeypatch, tmp_path):
+    pixels, targets = random_pixels(4, *shape), [3, 1, 2, 9]
 
+    def read(root, train, download):
+        assert (root, download) == (tmp_path, False)
+        part = slice(0, 4) if train else slice(1, 3)
+        return types.SimpleNamespace(data=pixels[part], targets=targets[part], classes=["shirt", "shoe"])
 
-def test_another_set_is_one_entry_of_the_table(monkeypatch):
-    pixels, classes = random_pixels(4, 32, 32, 3), tuple("abcdefghi")
-
-    class Read:
-        def __init__(self, root: Path, train: bool, download: bool):
-            self.data, self.targets, self.classes = pixels, [3, 1, 2, 9], classes
-
-    monkeypatch.setattr(torchvision_datasets, "KMNIST", Read, raising=False)
-    monkeypatch.setitem(SOURCES, "kmnist", DataSource("datasets:load_torchvision_set", 4, 10, (3, 32, 32), "KMNIST"))
-    read = load_dataset(DataOptions(name="cifar10").model_copy(update={"name": "kmnist"}), 0)
-    assert np.array_equal(read.train_images.numpy(), pixels.transpose(0, 3, 1, 2))
-    assert read.train_labels.tolist() == read.test_labels.tolist() == [3, 1, 2, 9]
-    assert read.class_names == classes
+    monkeypatch.setattr(torchvision_datasets, kind, read)
+    data = load_dataset(DataOptions(name=name, path=tmp_path), 0)
+    images = pixels.reshape(4, *shape[:2], -1).transpose(0, 3, 1, 2)
+    assert np.array_equal(data.train_images.numpy(), images)
+    assert np.array_equal(data.test_images.numpy(), images[1:3])
+    assert (data.train_labels.tolist(), data.test_labels.tolist()) == (targets, targets[1:3])
+    assert data.class_names == ("shirt", "shoe")
 
 
 def test_torchvision_sets_that_are_missing_or_cannot_be_downloaded(tmp_path, monkeypatch):
     for name in ("cifar10", "cifar100", "fashion_mnist"):
         says = rf"{name} is not complete under .*; set data\.download=true"
         refused(says, DataOptions(name=name, path=tmp_path))
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise URLError("no network")
-
-    monkeypatch.setattr(torchvision_datasets, "CIFAR10", fail)
+    monkeypatch.setattr(torchvision_datasets, "CIFAR10", Mock(side_effect=URLError("no network")))
     options = DataOptions(name="cifar10", path=tmp_path, download=True)
     refused(r"cifar10 could not be downloaded to .*no network", options)
 
 
 # Options
 
-IMAGES = {"name": "images", "path": "."}
-BAD_DATA = [
-    *(({"name": name}, f"name={name} needs path=") for name in ["npz", "folder", "images"]),
-    ({"path": "a.npz"}, "path is given but name=digits"),
-    ({"public_path": "p.npz", "public_holdout": 5}, "two sources of public images"),
-    ({"labels": "folders"}, "labels is for name=images, not for name=digits"),
-    *(({name: wrong}, name) for name, wrong in [("name", "mnist"), ("train_limit", 0), ("public_holdout", -1)]),
-    *((IMAGES | {name: wrong}, name) for name, wrong in [("test_fraction", 1), ("memory_limit", -1)]),
-    *(({"window": window}, "window") for window in [(3, 3), (9, 1), (1,), "wide", (0, float("nan"))]),
-]
-BAD_PARTITIONS = [
-    ({"name": "iid", "classes_per_client": 2}, "classes_per_client is for name=disjoint_classes"),
-    ({"name": "column"}, "name=column needs column=NAME"),
-    ({"name": "iid", "column": "site"}, "column is for name=column"),
-    ({"name": "by_size"}, "name"),
-    *(({name: 0}, name) for name in ["clients", "alpha", "min_samples", "classes_per_client"]),
-]
-
 
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
-    [*((DataOptions, *case) for case in BAD_DATA), *((PartitionOptions, *case) for case in BAD_PARTITIONS)],
+    [
+        *((DataOptions, {"name": name}, f"name={name} needs path=") for name in ("npz", "folder", "images")),
+        (DataOptions, {"path": "a.npz"}, "path is given but name=digits"),
+        (DataOptions, {"public_path": "p.npz", "public_holdout": 5}, "two sources of public images"),
+        (DataOptions, {"labels": "folders"}, "labels is for name=images, not for name=digits"),
+        *((DataOptions, {"window": each}, "window") for each in ((3, 3), (9, 1), (1,), "wide", (0, float("nan")))),
+        (PartitionOptions, {"name": "iid", "classes_per_client": 2}, "classes_per_client is for name=disjoint_classes"),
+        (PartitionOptions, {"name": "column"}, "name=column needs column=NAME"),
+        (PartitionOptions, {"name": "iid", "column": "site"}, "column is for name=column"),
+    ],
 )
 def test_options_that_contradict_each_other_are_refused(kind, options, says):
     with pytest.raises(ValidationError, match=says):

@@ -22,37 +22,35 @@ def counts_of(labels: Tensor, seed: int = 0, **options: object) -> Tensor:
     return class_counts(labels, parts, int(labels.max()) + 1)
 
 
+NUMBERS = {
+    "clients": st.integers(1, 9),
+    "alpha": st.sampled_from([0.5, 5.0, 100.0]),
+    "min_samples": st.integers(1, 4),
+}
+NAMES = st.sampled_from(["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew"])
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     labels=st.lists(st.integers(0, 7), min_size=1, max_size=120),
-    name=st.sampled_from(["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew"]),
-    clients=st.integers(1, 9),
-    classes_per_client=st.none() | st.integers(1, 9),
-    alpha=st.sampled_from([0.5, 5.0, 100.0]),
-    min_samples=st.integers(1, 4),
+    options=st.builds(PartitionOptions, name=NAMES, **NUMBERS)
+    | st.builds(PartitionOptions, classes_per_client=st.integers(1, 9), **NUMBERS),
     seed=st.integers(0, 2**32),
 )
-def test_exact_cover_or_user_error(labels, name, clients, classes_per_client, alpha, min_samples, seed):
+def test_exact_cover_or_user_error(labels, options, seed):
     labels = torch.tensor(labels)
-    options = PartitionOptions(
-        name=name,
-        clients=clients,
-        classes_per_client=classes_per_client if name == "disjoint_classes" else None,
-        alpha=alpha,
-        min_samples=min_samples,
-    )
     try:
         parts = partition_indices(labels, options, seed)
     except UserError:
         return
-    assert len(parts) == clients
+    assert len(parts) == options.clients
     assert all(part.dtype == torch.int64 and (part.diff() > 0).all() for part in parts)
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(len(labels)))
-    assert min(len(part) for part in parts) >= min_samples
+    assert min(len(part) for part in parts) >= options.min_samples
     again = partition_indices(labels, options, seed)
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
-    if classes_per_client is not None and name == "disjoint_classes":
-        assert all(len(labels[part].unique()) <= classes_per_client for part in parts)
+    if options.classes_per_client is not None:
+        assert all(len(labels[part].unique()) <= options.classes_per_client for part in parts)
 
 
 def test_iid_shares_are_equal_and_mixed():

@@ -1,5 +1,6 @@
 """What networks take of uint8 images; pixels of more bits are scaled by a stated window, and never clipped silently."""
 
+import imagecodecs
 import numpy as np
 import pytest
 import torch
@@ -8,7 +9,7 @@ from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.pixels import normalize
 from tests.fedssl.data.data_files import good_arrays, load_npz, refused, save
-from tests.fedssl.data.image_samples import deep_colour_png, ramp, save_array
+from tests.fedssl.data.image_samples import ramp, save_array
 
 
 def test_normalize_uses_constants():
@@ -52,7 +53,7 @@ def test_deep_files_need_a_window_and_keep_their_grays(tmp_path, dtype, suffix, 
 
 def test_deep_colours_need_a_window_and_those_of_a_pixmap_are_not_read(tmp_path):
     options = folder_of(tmp_path, np.zeros((8, 8, 3), np.uint8), ".png")
-    (tmp_path / "train" / "a" / "0.png").write_bytes(deep_colour_png(0x8000))
+    (tmp_path / "train" / "a" / "0.png").write_bytes(imagecodecs.png_encode(np.full((8, 8, 3), 0x8000, "u2")))
     refused(r"0\.png has pixels of more than 8 bits, as 1 of 4 files have \(values 32768 to 32768", options)
     for window, value in (("full", 0x80), ((0x7F00, 0x8100), 128)):
         images = load_dataset(options.model_copy(update={"window": window}), 0).train_images

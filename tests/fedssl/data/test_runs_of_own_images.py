@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -12,11 +11,11 @@ from fedssl.reports.evaluation import write_evaluation
 from fedssl.reports.report import write_report
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, METHODS
-from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
+from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, save
 from tests.fedssl.data.image_samples import write_two_classes
 from tests.fedssl.killed_runs import contents, killed_and_resumed
 
-IID, TWO = ({"name": "iid", "clients": clients} for clients in (3, 2))
+IID = {"name": "iid", "clients": 3}
 MEASURES = {"effective_rank", "alignment", "uniformity"}
 
 
@@ -57,19 +56,13 @@ def test_what_is_told_of_a_run_without_labels(folder, tiny, tmp_path, fedssl):
         write_evaluation(run, [0.1])
 
 
-@pytest.mark.parametrize(
-    ("method", "labels", "measured"),
-    [("hetero_ssfl", None, MEASURES), ("lw_fedssl", "folders", {"knn", "linear", "effective_rank"})],
-)
-def test_in_memory_and_stopped_and_resumed_from_a_file_a_run_is_the_same_bit_for_bit(
-    folder, tiny, tmp_path, method, labels, measured
-):
+def test_in_memory_and_stopped_and_resumed_from_a_file_a_run_is_the_same_bit_for_bit(folder, tiny, tmp_path):
     in_memory, in_file = (
-        tiny(**METHODS[method], data=data_of(folder, labels=labels, memory_limit=m, public_holdout=15), partition=IID)
+        tiny(**METHODS["hetero_ssfl"], data=data_of(folder, memory_limit=m, public_holdout=15), partition=IID)
         for m in (None, 0)
     )
     in_process.run(in_memory, tmp_path / "memory")
-    assert measured_of(tmp_path / "memory") == measured
+    assert measured_of(tmp_path / "memory") == MEASURES
     found = contents(tmp_path / "memory")
     assert len(found) > 1
     assert contents(killed_and_resumed(in_file, tmp_path / "file")) == found
@@ -81,6 +74,7 @@ def test_in_memory_and_stopped_and_resumed_from_a_file_a_run_is_the_same_bit_for
         ({"objective": "supervised"}, r"objective supervised trains on labels, and the images of data\.name=images"),
         ({"partition": {"name": "dirichlet", "clients": 3}}, r"set partition='\{name: iid, clients: 3\}'"),
         ({"evaluation": {"semi_supervised": [0.1]}}, r"semi_supervised or fine_tune need labels"),
+        ({"evaluation": {"few_labels": [0.1]}}, r"evaluation\.few_labels, .* need labels"),
     ],
 )
 def test_what_needs_labels_is_refused(folder, tiny, changes, says):
@@ -99,16 +93,12 @@ def test_npz_without_labels(tmp_path, keys, test_images):
     assert (len(dataset.train_images), len(dataset.test_images)) == (12, test_images)
 
 
-def several_labels(path: Path, **changes: object) -> Path:
-    arrays = good_arrays()
-    arrays = {key: arrays[key].repeat(3, axis=0)[:, :6, :6, 0] for key in ("x_train", "x_test")}
-    arrays |= {f"y_{part}": random_pixels(len(arrays[f"x_{part}"]), 4) % 2 for part in ("train", "test")}
-    return save(path, **(arrays | changes))
-
-
 def test_several_labels_an_image_are_measured_by_auroc(tiny, tmp_path):
-    data = {"name": "npz", "path": str(several_labels(tmp_path / "a.npz")), "public_holdout": 6}
-    recipe = tiny(**AVERAGED, data=data, partition=TWO, rounds=1)
+    sizes = {"train": 36, "test": 15}
+    images = {f"x_{part}": random_pixels(size, 6, 6) for part, size in sizes.items()}
+    labels = {f"y_{part}": random_pixels(size, 4) % 2 for part, size in sizes.items()}
+    data = {"name": "npz", "path": str(save(tmp_path / "a.npz", **images, **labels)), "public_holdout": 6}
+    recipe = tiny(**AVERAGED, data=data, partition=IID, rounds=1)
     dataset = build_federation(recipe).dataset
     assert not dataset.labelled
     assert dataset.train_targets.shape == (30, 4)
@@ -117,15 +107,3 @@ def test_several_labels_an_image_are_measured_by_auroc(tiny, tmp_path):
     assert measured_of(tmp_path / "run") == MEASURES | {"linear_auroc"}
     with pytest.raises(UserError, match=r"the images of data\.name=npz have several labels each"):
         build_federation(tiny(data=data, partition={"name": "dirichlet", "clients": 2}))
-
-
-@pytest.mark.parametrize(
-    ("y_test", "says"),
-    [
-        (random_pixels(15, 3) % 2, r"y_test in .* has 3 columns but y_train has 4; expected one for each label"),
-        (random_pixels(14, 4) % 2, r"x_test has 15 images but y_test has 14 labels"),
-        (random_pixels(15, 4), r"y_train in .* has shape \[36, 4\]; expected \[n\] or \[n, 1\]"),
-    ],
-)
-def test_labels_of_several_kinds_are_refused(tmp_path, y_test, says):
-    refused(says, DataOptions(name="npz", path=several_labels(tmp_path / "a.npz", y_test=y_test)))

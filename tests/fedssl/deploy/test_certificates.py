@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
-from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -18,28 +18,27 @@ from fedssl.deploy import nodes
 from fedssl.deploy.certificates import require_server
 from fedssl.deploy.keys import read_site_key
 from fedssl.errors import UserError
-from tests.fedssl.engines.flower.deployment import make_key, missing_tools
 
 NOW = datetime.now(timezone.utc)
 DAY = timedelta(days=1)
 
 
 class Owner:
-    """A name with its key and certificate."""
+    """A name with its key and certificate, which is valid between two days from now on."""
 
-    def __init__(self, name: str, issuer: Owner | None = None, first: datetime = NOW - DAY, last: datetime = NOW + DAY):
+    def __init__(self, name: str, issuer: Owner | None = None, days=(-1, 1), address: str = "127.0.0.1"):
         self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self.key = ec.generate_private_key(ec.SECP256R1())
         issuer = issuer or self
-        names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))])
+        names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ip_address(address))])
         self.certificate = (
             x509.CertificateBuilder()
             .subject_name(self.name)
             .issuer_name(issuer.name)
             .public_key(self.key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(first)
-            .not_valid_after(last)
+            .not_valid_before(NOW + days[0] * DAY)
+            .not_valid_after(NOW + days[1] * DAY)
             .add_extension(names, critical=False)
             .add_extension(x509.BasicConstraints(ca=name != "server", path_length=None), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(self.key.public_key()), critical=False)
@@ -58,8 +57,12 @@ class Owner:
 
 AUTHORITY = Owner("authority")
 SERVER = Owner("server", AUTHORITY)
-EXPIRED, EARLY = {"last": NOW - DAY / 2}, {"first": NOW + DAY / 2}
+EXPIRED, EARLY = {"days": (-1, -0.5)}, {"days": (0.5, 1)}
 NO_KEY = "server.key is not the private key of .*server.crt, or one of them is not in PEM"
+
+
+def issued(**changes) -> dict[str, Owner]:
+    return {"certificate": Owner("server", AUTHORITY, **changes)}
 
 
 @pytest.fixture
@@ -86,14 +89,9 @@ def test_what_fits_is_taken(check):
 @pytest.mark.parametrize(
     ("expected", "files"),
     [
-        (
-            "server.crt would be refused .*: certificate has expired",
-            {"certificate": Owner("server", AUTHORITY, **EXPIRED)},
-        ),
-        (
-            "server.crt would .* is not yet valid.* machine's clock",
-            {"certificate": Owner("server", AUTHORITY, **EARLY)},
-        ),
+        ("server.crt would be refused .*: certificate has expired", issued(**EXPIRED)),
+        ("server.crt would .* is not yet valid.* machine's clock", issued(**EARLY)),
+        ("server.crt would .*: IP address mismatch, .* not valid for '127.0.0.1'", issued(address="10.0.0.1")),
         ("ca.crt is not valid now: CN=authority is valid from", {"authority": Owner("authority", **EXPIRED)}),
         ("ca.crt is not valid now: CN=authority is valid from", {"authority": Owner("authority", **EARLY)}),
         ("server.crt would be refused .*ca.crt: unable to get", {"authority": Owner("another")}),
@@ -121,13 +119,13 @@ def test_a_site_refuses_an_authority_that_has_expired(tmp_path, umask):
         nodes.supernode(tmp_path / "site.yaml", "127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "site.key")
 
 
-@pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
 def test_a_sites_key_is_a_private_one_as_flower_takes_it(tmp_path):
     def ssh_keygen(*arguments: str) -> None:
         subprocess.run(["ssh-keygen", "-q", *arguments], check=True, capture_output=True)
 
-    key: Path = tmp_path / "site.key"
-    make_key(key)
+    key = tmp_path / "site.key"
+    ssh_keygen("-t", "ecdsa", "-b", "384", "-N", "", "-f", str(key))
     read_site_key(key)
     ssh_keygen("-t", "ed25519", "-N", "", "-f", str(tmp_path / "other.key"))
     for name, told in (

@@ -36,10 +36,9 @@ from tests.fedssl.engines.flower.deployment import (
     free_port,
     is_listening,
     kill_marked,
-    listening,
     make_authority,
     marked,
-    missing_tools,
+    needs_proc,
     poll,
     read_logs,
     run_flwr,
@@ -47,7 +46,8 @@ from tests.fedssl.engines.flower.deployment import (
 )
 
 PAGE = Path(__file__).parents[3] / "docs" / "deploy.md"
-HAS_NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin") is not None
+NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
+needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
 
 #: the operator's interface, also written so that it may look like the sites' to one of the two servers that read it
 OPERATORS = (
@@ -62,9 +62,6 @@ OPERATORS = (
     "/v1/runtime/acquire-task",
     "/docs",
 )
-
-needs_tools = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
-needs_nginx = pytest.mark.skipif(not HAS_NGINX, reason="nginx is not installed: apt-get install nginx-light")
 
 
 def post(port: int, certificate: Path, path: str, size: int = 0, headers: dict[str, str] | None = None) -> int:
@@ -81,6 +78,16 @@ def end_by_sigterm_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+#: no recipe here needs timm, which takes five seconds to import
+FEDSSL_WITHOUT_TIMM = """
+from fedssl.cli import main
+from fedssl.deploy import nodes
+
+nodes._APP_MODULES = tuple(name for name in nodes._APP_MODULES if name != "timm")
+main()
+"""
+
+
 class Members:
     """The coordinator, the server and the sites on one machine; only start scripts call `fedssl` as a process."""
 
@@ -91,8 +98,8 @@ class Members:
         self.processes: dict[str, subprocess.Popen] = {}
         commands = folder / "bin"
         commands.mkdir()
-        for name, module in (("fedssl", "fedssl"), ("flwr", "flwr.cli.app")):
-            (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        for name, code in (("fedssl", FEDSSL_WITHOUT_TIMM), ("flwr", "from flwr.cli.app import app\napp()")):
+            (commands / name).write_text(f"#!{sys.executable}\n{code}\n")
             (commands / name).chmod(0o700)
         variables = {"PATH": f"{commands}:{os.environ.get('PATH', os.defpath)}", "OMP_NUM_THREADS": "1"}
         self.environment = with_package() | variables | {MARK: f"{folder}/", "FLWR_HOME": str(folder / "home")}
@@ -177,7 +184,8 @@ def require_reverse_proxy(members: Members, run: str) -> None:
     # a worker that was killed holds the port for a moment, and does not answer
     poll(lambda: post(members.port, certificate, "/docs") != 0, "the reverse proxy answers again")
     require_refusals()
-    assert listening(f"{members.folder}/", members.internal_port) == ["127.0.0.1"]
+    others = {"127.0.0.2", "::1", socket.gethostbyname(socket.gethostname())} - {"127.0.0.1"}
+    assert not any(is_listening(members.internal_port, address) for address in others)
     assert {0, 403}.isdisjoint(post(members.internal_port, certificate, path) for path in OPERATORS[:3])
 
 
@@ -192,7 +200,7 @@ def next_command(printed: str) -> str:
     return line.rpartition(": ")[2]
 
 
-@needs_tools
+@needs_proc
 @needs_nginx
 @pytest.mark.skipif(not PAGE.exists(), reason="docs/ is not here")
 def test_the_short_way_from_an_empty_folder_to_a_finished_run_of_two_sites(members):
@@ -274,32 +282,40 @@ def test_the_short_way_from_an_empty_folder_to_a_finished_run_of_two_sites(membe
 KEY = b64encode(public_key_to_bytes(generate_key_pairs()[1])).decode()
 
 
-def write_reverse_proxy(folder: Path, port: int, inner: int) -> Path:
-    """The configuration in the server's folder, for two ports."""
-    server = {"port": port, "superlink": f"127.0.0.1:{inner}"}
-    path = folder / "nginx.conf"
-    path.write_text(fill_template("fedssl.deploy", "nginx.conf.jinja", server=server))
-    (folder / "nginx.sites").write_text(f'"{KEY}" hospital-a;\n')
-    return path
+class Proxied:
+    """An nginx, before a server that answers 200, or as it is asked to, as soon as it has a body."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.authority, self.port, self.inner = folder, folder / "ca.crt", free_port(), free_port()
+        make_authority(folder)
+        server = {"port": self.port, "superlink": f"127.0.0.1:{self.inner}"}
+        (folder / "nginx.conf").write_text(fill_template("fedssl.deploy", "nginx.conf.jinja", server=server))
+        (folder / "nginx.sites").write_text(f'"{KEY}" hospital-a;\n')
+        self.nginx = [NGINX, "-p", str(folder), "-c", "nginx.conf"]
+
+    def fleet(self, size: int = 9, **headers: str) -> int:
+        """The HTTP status of a site's request."""
+        names = {name.replace("_", "-"): text for name, text in headers.items()}
+        return post(self.port, self.authority, "/v1/fleet/push-object", size, names)
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[ssl.SSLSocket]:
+        context = ssl.create_default_context(cafile=self.authority)
+        with (
+            socket.create_connection(("localhost", self.port), timeout=60) as raw,
+            context.wrap_socket(raw, server_hostname="localhost") as connection,
+        ):
+            yield connection
 
 
-@needs_tools
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
-def test_nginx_accepts_the_configuration(tmp_path):
-    folder = tmp_path / "a folder {with} #signs;"
-    make_authority(folder)
-    write_reverse_proxy(folder, free_port(), 8001)
-    done = subprocess.run(["nginx", "-t", "-p", str(folder), "-c", "nginx.conf"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "warn" not in done.stderr
+def head(key: str) -> bytes:
+    """A request without its end."""
+    return f"POST /v1/fleet/push-object HTTP/1.1\r\nhost: a\r\nflwr-public-key: {key}\r\n".encode()
 
 
 @pytest.fixture
-def proxied(request, tmp_path) -> Iterator[int]:
-    """The port of an nginx, before a server that answers 200, or as it is asked to, as soon as it has a body.
-
-    The nginx's waits may be parameters.
-    """
+def proxied(request, tmp_path) -> Iterator[Proxied]:
+    """It has accepted its configuration in a folder of an odd name; its waits may be parameters."""
 
     async def app(scope, receive, send):
         while (await receive()).get("more_body"):
@@ -308,20 +324,22 @@ def proxied(request, tmp_path) -> Iterator[int]:
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    make_authority(tmp_path)
-    files = {"ssl_certfile": tmp_path / "server.crt", "ssl_keyfile": tmp_path / "server.key"}
-    port, inner = free_port(), free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=inner, ws="none", lifespan="off", log_level="error", **files))
+    made = Proxied(tmp_path / "a folder {with} #signs;")
+    files = {"ssl_certfile": made.folder / "server.crt", "ssl_keyfile": made.folder / "server.key"}
+    server = uvicorn.Server(uvicorn.Config(app, port=made.inner, ws="none", lifespan="off", log_level="error", **files))
     thread = threading.Thread(target=server.run)
     thread.start()
     poll(lambda: server.started, "the server listens")
-    path = write_reverse_proxy(tmp_path, port, inner)
+    path = made.folder / "nginx.conf"
     for before, after in getattr(request, "param", {}).items():
         assert before in path.read_text()
         path.write_text(path.read_text().replace(before, after))
-    nginx = subprocess.Popen(["nginx", "-p", str(tmp_path), "-c", "nginx.conf", "-g", "daemon off;"])
-    poll(lambda: is_listening(port), "nginx listens")
-    yield port
+    checked = subprocess.run([*made.nginx, "-t"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    assert "warn" not in checked.stderr
+    nginx = subprocess.Popen([*made.nginx, "-g", "daemon off;"])
+    poll(lambda: is_listening(made.port), "nginx listens")
+    yield made
     nginx.terminate()
     nginx.wait()
     server.should_exit = True
@@ -329,62 +347,46 @@ def proxied(request, tmp_path) -> Iterator[int]:
     thread.join()
 
 
-@needs_tools
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+@needs_nginx
 @pytest.mark.parametrize("proxied", [{"client_body_timeout 10s": "client_body_timeout 600s"}], indirect=True)
-def test_slow_posts_without_a_sites_key_are_refused_and_those_of_a_site_do_not_cut_off_another(proxied, tmp_path):
+def test_slow_posts_without_a_sites_key_are_refused_and_those_of_a_site_do_not_cut_off_another(proxied):
     """They say no key, a short one, a stranger's, or the site's; all come from one address."""
-    authority, fleet = tmp_path / "ca.crt", "/v1/fleet/push-object"
-    context = ssl.create_default_context(cafile=authority)
     stranger, other = (b64encode(public_key_to_bytes(generate_key_pairs()[1])).decode() for _ in range(2))
-    with (tmp_path / "nginx.sites").open("a") as sites:
+    with (proxied.folder / "nginx.sites").open("a") as sites:
         sites.write(f'"{other}" hospital-b;\n')
-    os.kill(int((tmp_path / "nginx.pid").read_text()), signal.SIGHUP)
-    poll(lambda: post(proxied, authority, fleet, 9, {"flwr-public-key": other}) == 200, "nginx has read the keys anew")
+    os.kill(int((proxied.folder / "nginx.pid").read_text()), signal.SIGHUP)
+    poll(lambda: proxied.fleet(flwr_public_key=other) == 200, "nginx has read the keys anew")
+    begun = b"content-length: 9\r\n\r\n."
     for key in ("", "short", stranger, KEY[:-4]):
-        with (
-            socket.create_connection(("localhost", proxied), timeout=60) as raw,
-            context.wrap_socket(raw, server_hostname="localhost") as connection,
-        ):
-            head = f"POST {fleet} HTTP/1.1\r\nhost: a\r\nflwr-public-key: {key}\r\ncontent-length: 9\r\n\r\n."
-            connection.sendall(head.encode())
+        with proxied.connection() as connection:
+            connection.sendall(head(key) + begun)
             assert connection.recv(2**16).startswith(b"HTTP/1.1 401")
     with contextlib.ExitStack() as opened:
         for _ in range(64):
-            raw = opened.enter_context(socket.create_connection(("localhost", proxied)))
-            connection = opened.enter_context(context.wrap_socket(raw, server_hostname="localhost"))
-            head = f"POST {fleet} HTTP/1.1\r\nhost: a\r\nflwr-public-key: {KEY}\r\ncontent-length: 9\r\n\r\n."
-            connection.sendall(head.encode())
-        full = {"flwr-public-key": KEY}
-        poll(lambda: post(proxied, authority, fleet, 9, full) == 503, "the site has all its connections")
-        assert post(proxied, authority, fleet, 9, {"flwr-public-key": other}) == 200
-    assert post(proxied, authority, fleet, 2**25, {"flwr-public-key": other}) == 413
+            opened.enter_context(proxied.connection()).sendall(head(KEY) + begun)
+        poll(lambda: proxied.fleet(flwr_public_key=KEY) == 503, "the site has all its connections")
+        assert proxied.fleet(flwr_public_key=other) == 200
+    assert proxied.fleet(2**25, flwr_public_key=other) == 413
 
 
-@needs_tools
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
-def test_after_an_error_of_the_superlink_a_site_is_told_to_try_again(proxied, tmp_path):
+@needs_nginx
+def test_after_an_error_of_the_superlink_a_site_is_told_to_try_again(proxied):
     """Flower's clients do so after 502 and 503 alone; a refusal stays one."""
     for status, told in ((500, 503), (504, 503), (507, 503), (400, 400), (401, 401)):
-        headers = {"flwr-public-key": KEY, "wanted": str(status)}
-        assert post(proxied, tmp_path / "ca.crt", "/v1/fleet/pull-messages", 9, headers) == told
+        assert proxied.fleet(flwr_public_key=KEY, wanted=str(status)) == told
 
 
-@needs_tools
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+@needs_nginx
 @pytest.mark.parametrize(
     "proxied",
     [{"header_timeout 10s": "header_timeout 1s", "keepalive_timeout 15s": "keepalive_timeout 2s"}],
     indirect=True,
 )
-def test_connections_without_a_request_and_headers_that_do_not_end_are_ended(proxied, tmp_path):
+def test_connections_without_a_request_and_headers_that_do_not_end_are_ended(proxied):
     """From the start, and after a request that was answered."""
-    context = ssl.create_default_context(cafile=tmp_path / "ca.crt")
-    head = f"POST /v1/fleet/push-object HTTP/1.1\r\nhost: a\r\nflwr-public-key: {KEY}\r\n".encode()
-    whole = head + b"content-length: 0\r\n\r\n"
-    for first, then in ((b"", b""), (b"", head), (whole, b""), (whole, head)):
-        raw = socket.create_connection(("localhost", proxied), timeout=60)
-        with context.wrap_socket(raw, server_hostname="localhost") as connection:
+    whole = head(KEY) + b"content-length: 0\r\n\r\n"
+    for first, then in ((b"", b""), (b"", head(KEY)), (whole, b""), (whole, head(KEY))):
+        with proxied.connection() as connection:
             connection.sendall(first)
             assert not first or connection.recv(2**16).startswith(b"HTTP/1.1 200")
             connection.sendall(then)

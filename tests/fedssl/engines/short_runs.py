@@ -9,6 +9,7 @@ import pytest
 
 from fedssl.engines.observers import Observer
 from fedssl.run_folder.directory import MetricRow, RunDirectory
+from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.killed_runs import Killed
 
 #: what makes the tiny recipe's run take half the time
@@ -16,6 +17,8 @@ SMALL = {
     "data": {"name": "digits", "train_limit": 60, "test_limit": 20, "public_holdout": 20},
     "evaluation": {"neighbors": 3, "linear": {"epochs": 1}},
 }
+#: a short run in which all three clients exchange representations
+SMALL_ALIGNED = ALIGNED | SMALL | {"architectures": ["small_convnet"]}
 
 
 def everything(folder: Path) -> dict[str, bytes]:

@@ -100,7 +100,7 @@ def test_nothing_is_missing(method, finished, tiny, tmp_path, monkeypatch):
     Two of three clients take part in a round, so that models are reused and clients return.
     """
     changes = STORED[method][0] | SMALL | {"clients_per_round": 2}
-    changes |= {} if method == "lw_fedssl" else {"rounds": 4}
+    changes |= {} if method == "lw_fedssl" else {"rounds": 3}
     kept = finished(tiny(**changes))
     monkeypatch.setattr(Method, "starts_from_server", False)
     monkeypatch.setattr(Method, "kept_entries", lambda self, model: list(model.state_dict()))

@@ -2,31 +2,24 @@
 
 import math
 import os
-import random
-import shutil
-import time
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import torch
 
 from fedssl.engines.in_process import resume, run
-from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.method import Method
 from fedssl.run_folder import storage
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.storage import read_csv
 from tests.fedssl.conftest import ALIGNED, AVERAGED
-from tests.fedssl.engines.short_runs import SMALL, contents, metric
-from tests.fedssl.forked_command import start_command
+from tests.fedssl.engines.short_runs import SMALL, SMALL_ALIGNED, contents, metric
 from tests.fedssl.killed_runs import Killed, KilledIn, killed_and_resumed
 
-SMALL_ALIGNED = ALIGNED | SMALL | {"architectures": ["small_convnet"]}
 METHODS = {
     "local": SMALL,
-    "aligned": ALIGNED | SMALL | {"architectures": ["small_convnet", "small_resnet10"]},
+    "aligned": ALIGNED | SMALL,
     "public": SMALL | {"regularizers": [{"name": "public_objective", "batch_size": 16}]},
     "averaged and aligned": SMALL
     | {
@@ -34,25 +27,19 @@ METHODS = {
         "aggregators": ["weighted_mean", "representation_mean"],
         "local_update": "replace",
     },
-    "averaged": AVERAGED | SMALL,
 }
 
 
 @pytest.fixture
 def undisturbed(finished, tiny) -> Path:
-    """A finished run of two rounds in which all three clients exchange representations."""
+    """A finished run of two rounds."""
     return finished(tiny(**SMALL_ALIGNED))
-
-
-def test_two_runs_of_one_recipe_and_seed_are_bit_identical(undisturbed, tiny, tmp_path):
-    torch.rand(3)  # what was drawn before must not matter
-    run(tiny(**SMALL_ALIGNED), tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(undisturbed)
 
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_second_run_that_is_stopped_within_a_round_ends_bit_identical(kind, finished, tiny, tmp_path):
     """Recipes that remember more, and other precisions, are killed in test_shipped_recipes.py."""
+    torch.rand(3)  # what was drawn before must not matter
     with pytest.raises(Killed):
         run(tiny(**METHODS[kind]), tmp_path / "stopped", KilledIn(2))
     stopped = RunDirectory.open(tmp_path / "stopped")
@@ -88,12 +75,6 @@ def test_metrics_hold_evaluation_training_and_traffic(undisturbed):
     assert metric(undisturbed, "bytes_up", 1)["0"] == 20 * 16 * 4 + 8 * numbers
     spectrum = [float(row["value"]) for row in read_csv(undisturbed / "spectrum.csv") if row["client"] == "0"]
     assert spectrum == sorted(spectrum, reverse=True)
-
-
-def test_bad_input_leaves_nothing_behind(tiny, tmp_path):
-    with pytest.raises(UserError):
-        run(tiny(training={"batch_size": 5000}), tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
 
 
 # Partial participation: who is sampled, who answers, and whose answer counts
@@ -190,40 +171,9 @@ def test_a_round_in_which_nobody_answers_changes_nothing(tiny, tmp_path, kind):
 # Killed and resumed
 
 
-def test_killed_at_five_moments_and_resumed_a_run_ends_bit_identical(finished, tiny, tmp_path):
-    """SIGKILL at random moments of the wall clock, from the start-up to the end."""
-    chance, path, errors = random.Random(0), tmp_path / "killed", tmp_path / "errors"
-    recipe = tiny(**SMALL_ALIGNED, rounds=7, clients_per_round=2)
-    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-
-    def start() -> ForkServerProcess:
-        made = ["--resume", str(path)] if path.exists() else [str(tmp_path / "recipe.yaml"), "--output", str(path)]
-        return start_command(["run", *made], errors)
-
-    for _ in range(5):
-        process = start()
-        # wait for the folder, so that the moments fall into the rounds and not into the start
-        while not path.exists() and process.is_alive():
-            time.sleep(0.01)
-        rounds_before = RunDirectory.open(path).checkpoint.round if path.exists() else -1
-        deadline = time.monotonic() + 60
-        while process.is_alive() and time.monotonic() < deadline:
-            if RunDirectory.open(path).checkpoint.round > rounds_before or chance.random() < 0.002:
-                break
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0, 0.15))
-        process.kill()
-        process.join()
-        assert "fedssl:" not in errors.read_text()
-    process = start()
-    process.join()
-    assert process.exitcode == 0, errors.read_text()
-    assert contents(path) == contents(finished(recipe))
-
-
 # One run makes 58 such calls: 13 for the folder, then for each round the clients' states, the logs, the server's state,
 # the flushes of all states, and the manifest.
-@pytest.mark.parametrize("victim", [2, 7, 11, 13, 16, 22, 28, 38, 45, 57])
+@pytest.mark.parametrize("victim", [2, 11, 16, 22, 28, 38, 57])
 def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, tiny, tmp_path, monkeypatch):
     """The victim-th flush or rename of the whole run never happens, and what was being written is torn."""
     recipe = tiny(**SMALL_ALIGNED)
@@ -261,12 +211,3 @@ def test_killed_during_any_file_operation_of_a_checkpoint(victim, undisturbed, t
     else:
         run(recipe, tmp_path / "killed")
     assert contents(tmp_path / "killed") == contents(undisturbed)
-
-
-def test_a_finished_run_is_left_as_it_is_and_a_damaged_checkpoint_is_told(undisturbed, tmp_path):
-    shutil.copytree(undisturbed, tmp_path / "a")
-    directory = resume(tmp_path / "a")
-    assert contents(tmp_path / "a") == contents(undisturbed)
-    os.truncate(directory.checkpoints / directory.checkpoint.files["server"], 1000)
-    with pytest.raises(UserError, match="cannot be read as a checkpoint"):
-        directory.server_state()

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fedssl.evaluation import features as features_module
 from fedssl.evaluation.evaluate import EvaluationOptions
 from fedssl.evaluation.features import extract_features, measured_on
 from fedssl.models.model import Model
+from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.evaluation.conftest import bright_quarters
 
 
@@ -31,56 +33,46 @@ def test_features_are_the_encoders_output_in_evaluation_mode(encoder, monkeypatc
 
 def test_features_leave_the_encoder_as_it_was(encoder):
     encoder.train()
-    encoder.layers[2].eval()  # a frozen BatchNorm inside a model in training
+    encoder[2].eval()  # a frozen BatchNorm inside a model in training
     before = copy.deepcopy(encoder.state_dict())
     random_state = torch.get_rng_state()
     extract_features(encoder, bright_quarters(4)[0])
     with pytest.raises(RuntimeError):
         extract_features(encoder, torch.zeros(2, 1, 5, 5, dtype=torch.uint8))
-    modes = [module.training for module in (encoder, encoder.layers, *encoder.layers)]
-    assert modes == [True, True, True, True, False, True]
+    modes = [module.training for module in (encoder, *encoder)]
+    assert modes == [True, True, True, False, True]
     assert all(torch.equal(before[key], value) for key, value in encoder.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_representations_that_are_not_finite_are_an_error(encoder):
     with torch.no_grad():
-        encoder.layers[1].weight[0, 0] = torch.nan
+        encoder[1].weight[0, 0] = torch.nan
     with pytest.raises(UserError, match=r"representations: contains NaN.* lower training\.learning_rate"):
         extract_features(encoder, bright_quarters(4)[0])
 
 
 @pytest.mark.parametrize("labels", ["classes", "several labels an image"])
 def test_all_measures_share_the_features_of_one_pass(labels, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (60, 1, 8, 8), generator=generator, dtype=torch.uint8)
-    classes, targets = torch.arange(60) % 2, (torch.rand(60, 3, generator=generator) > 0.5).to(torch.uint8)
+    images, targets = torch.from_numpy(random_pixels(60, 1, 8, 8)), torch.from_numpy(random_pixels(60, 3) % 2)
+    classes = torch.arange(60) % 2
     dataset = Dataset("noise", images[:40], classes[:40], images[40:], classes[40:], ("a", "b"), None)
     if labels != "classes":
-        targets = {"train_targets": targets[:40], "test_targets": targets[40:]}
-        dataset = dataclasses.replace(dataset, class_names=(), **targets)
-    passes = []
-
-    def counted(encoder, images, *prepare):
-        if not prepare:  # views are prepared otherwise
-            passes.append(len(images))
-        return extract_features(encoder, images, *prepare)
-
-    compared: list[torch.Tensor] = []
-
-    def noted(measure):
-        return lambda *arguments, **options: compared.extend(arguments[0:3:2]) or measure(*arguments, **options)
-
+        dataset = dataclasses.replace(dataset, class_names=(), train_targets=targets[:40], test_targets=targets[40:])
+    passes, measures = Mock(wraps=extract_features), []
+    monkeypatch.setattr(evaluate, "extract_features", passes)
     for name in ("knn_accuracy", "linear_accuracy", "linear_auroc"):
-        monkeypatch.setattr(evaluate, name, noted(getattr(evaluate, name)))
+        measures.append(Mock(wraps=getattr(evaluate, name)))
+        monkeypatch.setattr(evaluate, name, measures[-1])
     # in place of a copy on a GPU
     monkeypatch.setattr(evaluate, "measured_on", lambda _, *features: tuple(part.double() for part in features))
-    monkeypatch.setattr(evaluate, "extract_features", counted)
     model = Model({"encoder": nn.Sequential(nn.Flatten(), nn.Linear(64, 4))})
     options = EvaluationOptions(neighbors=3, linear={"epochs": 1})
     metrics, _ = evaluate.evaluate_model(model, dataset, options, 0, linear=True)
     assert {"linear", "linear_auroc"} & metrics.keys()
-    assert sorted(passes) == [20, 40]
+    plain = [call.args for call in passes.call_args_list if len(call.args) == 2]  # views are prepared otherwise
+    assert sorted(len(images) for _, images in plain) == [20, 40]
+    compared = [part for measure in measures for call in measure.call_args_list for part in call.args[0:3:2]]
     assert {part.dtype for part in compared} == {torch.float64}  # all on the device
 
 

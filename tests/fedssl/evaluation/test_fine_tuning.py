@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedssl.data.datasets import Dataset, load_dataset
-from fedssl.data.options import DataOptions
+from fedssl.data.datasets import Dataset
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.evaluate import EvaluationOptions, evaluate_model
@@ -28,16 +27,17 @@ from fedssl.evaluation.fine_tuning import (
 from fedssl.models.model import Model
 from fedssl.reports.evaluation import write_evaluation
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.evaluation.conftest import TinyEncoder, bright_quarters
+from tests.fedssl.data.data_files import load_npz, random_pixels
+from tests.fedssl.evaluation.conftest import bright_quarters, tiny_encoder
 
 SCORES = ["accuracy", "per_class_accuracy", "precision", "recall", "f1"]
 
 
-class Recorder(TinyEncoder):
+class Recorder(nn.Sequential):
     """Notes the images of each batch that it trains on, and whether its BatchNorm takes their statistics."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(*tiny_encoder())
         self.steps = []
 
     def forward(self, images):
@@ -49,11 +49,13 @@ class Recorder(TinyEncoder):
         return self
 
 
-def accuracy(encoder, seed=0, train=400, fraction=0.1, **options):
-    train_images, train_labels = bright_quarters(train, seed=1)
-    test_images, test_labels = bright_quarters(200, seed=2)
-    dataset = Dataset("quarters", train_images, train_labels, test_images, test_labels, tuple("abcd"), None)
-    return semi_supervised_accuracy(encoder, dataset, fraction, SemiSupervisedOptions(**options), seed)
+def dataset_of(train, test):
+    return Dataset("quarters", *train, *test, tuple("abcd"), None)
+
+
+def accuracy(encoder, fraction=0.1, **options):
+    dataset = dataset_of(bright_quarters(400, seed=1), bright_quarters(200, seed=2))
+    return semi_supervised_accuracy(encoder, dataset, fraction, SemiSupervisedOptions(**options), 0)
 
 
 # The labels
@@ -98,35 +100,25 @@ def test_the_learning_rate_rises_for_ten_epochs_and_falls_as_a_cosine():
     assert all(a > b for a, b in pairwise(factors[30:]))
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_every_protocol_learns_from_few_labels(encoder, name):
-    warmup = {"warmup_epochs": 1} if name == "lw_fedssl" else {}
-    assert accuracy(encoder, fraction=0.5, name=name, epochs=20, batch_size=16, augmentation="none", **warmup) > 60
+def test_it_learns_from_few_labels(encoder):
+    assert accuracy(encoder, fraction=0.5, epochs=20, batch_size=16, augmentation="none") > 60
 
 
 @pytest.mark.parametrize(
     ("name", "rates", "nesterov"), [("hetero_ssfl", (0.05, 0.05), True), ("fedu2", (0.001, 0.3), False)]
 )
-def test_it_equals_plain_sgd_on_the_whole_network(monkeypatch, name, rates, nesterov):
+def test_it_equals_plain_sgd_on_the_whole_network(name, rates, nesterov):
     # An encoder without randomness and one batch of all images, so that the loop can be written down plainly.
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU())
     images, labels = bright_quarters(40)
-    layers = []
-    original = nn.Linear.__init__
-
-    def remember(layer, *arguments, **keywords):
-        original(layer, *arguments, **keywords)
-        layers.append(copy.deepcopy(layer))
-
-    monkeypatch.setattr(nn.Linear, "__init__", remember)
-    tuning = PROTOCOLS[name]._replace(epochs=4, augmentation="none")
-    generator = torch.Generator().manual_seed(5)
-    got = fine_tuned_network(encoder, images, labels, 4, tuning, 5, generator)
-    monkeypatch.undo()
-    assert len(layers) == 1
-
-    network = nn.Sequential(copy.deepcopy(encoder), layers[0]).train()
+    tuning = PROTOCOLS[name]._replace(augmentation="none")
+    network, got = (
+        fine_tuned_network(encoder, images, labels, 4, tuning._replace(epochs=epochs), 5, torch.Generator())
+        for epochs in (0, 4)
+    )
+    torch.testing.assert_close(network[0].state_dict(), encoder.state_dict())
+    network.train()
     inputs = (images.float() / 255 - 0.5) / 0.25
     groups = [{"params": part.parameters(), "lr": rate} for part, rate in zip(network, rates, strict=True)]
     optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=nesterov)
@@ -134,8 +126,7 @@ def test_it_equals_plain_sgd_on_the_whole_network(monkeypatch, name, rates, nest
         optimizer.zero_grad()
         nn.functional.cross_entropy(network(inputs), labels).backward()
         optimizer.step()
-    for own, expected in zip(got.parameters(), network.parameters(), strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(dict(got.named_parameters()), dict(network.named_parameters()), rtol=1e-3, atol=1e-5)
 
 
 # The images
@@ -145,7 +136,7 @@ def seen_in_training(augmentation):
     """The images that reach the network in training, with the protocol's batch."""
     images, labels = bright_quarters(40)
     options = SemiSupervisedOptions(epochs=1, augmentation=augmentation, name="fedu2", batch_size=40)
-    dataset = Dataset("quarters", images, labels, images, labels, tuple("abcd"), None)
+    dataset = dataset_of((images, labels), (images, labels))
     recorder = Recorder()
     semi_supervised_accuracy(recorder, dataset, 1.0, options, 0)
     return torch.cat([seen for seen, training in recorder.steps if training]), (images.float() / 255 - 0.5) / 0.25
@@ -256,8 +247,7 @@ def test_a_run_fine_tunes_after_training_and_so_does_evaluate(tiny, tmp_path):
 
 
 def test_a_models_evaluation_follows_the_named_protocol(encoder):
-    (train, labels), (test, truth) = bright_quarters(200, seed=1), bright_quarters(200, seed=2)
-    dataset = Dataset("quarters", train, labels, test, truth, tuple("abcd"), None)
+    dataset = dataset_of(bright_quarters(200, seed=1), bright_quarters(200, seed=2))
     protocol = SemiSupervisedOptions(name="fedu2", epochs=2)
     options = EvaluationOptions(semi_supervised=[0.5], semi_supervised_protocol=protocol)
     metrics, _ = evaluate_model(Model({"encoder": encoder}), dataset, options, 3, linear=False, fine_tune=True)
@@ -267,17 +257,15 @@ def test_a_models_evaluation_follows_the_named_protocol(encoder):
 
 
 def test_a_validation_split_is_read_and_kept_from_the_clients(tmp_path):
-    images = np.random.default_rng(0).integers(0, 256, (18, 8, 8), dtype=np.uint8)
-    arrays = {}
+    images, arrays = random_pixels(18, 8, 8), {}
     for number, name in enumerate(("train", "val", "test")):
         arrays |= {f"x_{name}": images[6 * number : 6 * number + 6], f"y_{name}": np.arange(6) % 3}
     np.savez(tmp_path / "a.npz", **arrays)
-    data = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz"), 0)
+    data = load_npz(tmp_path / "a.npz")
     assert np.array_equal(data.train_images[:, 0].numpy(), images[:6])
     assert np.array_equal(data.validation_images[:, 0].numpy(), images[6:12])
     assert data.validation_labels.tolist() == [0, 1, 2, 0, 1, 2]
-    resized = load_dataset(DataOptions(name="npz", path=tmp_path / "a.npz", image_size=16), 0)
-    assert resized.validation_images.shape == (6, 1, 16, 16)
+    assert load_npz(tmp_path / "a.npz", image_size=16).validation_images.shape == (6, 1, 16, 16)
     np.savez(tmp_path / "b.npz", **arrays | {"x_val": np.zeros((6, 9, 9), np.uint8)})
     with pytest.raises(UserError, match="validation images are 1x9x9"):
-        load_dataset(DataOptions(name="npz", path=tmp_path / "b.npz"), 0)
+        load_npz(tmp_path / "b.npz")

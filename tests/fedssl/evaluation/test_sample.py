@@ -1,11 +1,12 @@
 """The sample on which models are measured: whose images it holds, how many, and that all are measured without it."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
 from fedssl.engines import in_process
-from fedssl.errors import UserError
 from fedssl.evaluation import evaluate, linear
 from fedssl.evaluation.evaluate import EvaluationOptions, measured_sample, sample_sentence
 from fedssl.recipe.reading import load_recipe
@@ -58,11 +59,11 @@ def test_a_run_says_what_it_measures_and_evaluate_measures_all(tmp_path, tiny):
 
 
 def test_a_client_that_has_not_trained_is_not_measured_again(tmp_path, noisy, monkeypatch):
-    recipe = noisy(rounds=4, clients_per_round=1, evaluation={"every": 1, "linear": {"epochs": 1}}, **ALIGNED)
+    recipe = noisy(rounds=3, clients_per_round=1, evaluation={"every": 1, "linear": {"epochs": 1}}, **ALIGNED)
     measured, evaluate = [], in_process.ClientTrainer.evaluate
     monkeypatch.setattr(in_process.ClientTrainer, "evaluate", lambda *args: measured.append(args[3]) or evaluate(*args))
     in_process.run(recipe, tmp_path / "some")
-    assert [measured.count(number) for number in range(5)] == [3, 3, 1, 1, 3]
+    assert [measured.count(number) for number in range(4)] == [3, 3, 1, 3]
     monkeypatch.setattr(in_process.LocalClients, "_known", lambda self, number: {})
     in_process.run(recipe, tmp_path / "all")
     assert (tmp_path / "some/metrics.csv").read_bytes() == (tmp_path / "all/metrics.csv").read_bytes()
@@ -77,18 +78,14 @@ def test_presets_limit_the_evaluation_of_own_images(tmp_path, more, images):
 
 def test_a_linear_layer_learns_from_a_part_of_the_labels(noisy, tmp_path, monkeypatch):
     """All labels give the linear accuracy itself; of few, each class has its share and each draw is another."""
-    seen = []
-
-    def linear_accuracy(features, labels, *rest):
-        seen.append((features, labels))
-        return linear.linear_accuracy(features, labels, *rest)
-
-    monkeypatch.setattr(evaluate, "linear_accuracy", linear_accuracy)
-    recipe = noisy(**AVERAGED, rounds=1, evaluation={"few_labels": [0.25, 1.0]})
+    measure = Mock(wraps=linear.linear_accuracy)
+    monkeypatch.setattr(evaluate, "linear_accuracy", measure)
+    recipe = noisy(**AVERAGED, rounds=1, evaluation={"few_labels": [0.25, 1.0], "linear": {"epochs": 2}})
     run = read_run(in_process.run(recipe, tmp_path / "run").path)
     for number in (0, 1):
         assert run.values[number, "global", "linear_1"] == run.values[number, "global", "linear"]
         assert 0 <= run.values[number, "global", "linear_0.25"] <= 100
+    seen = [call.args[:2] for call in measure.call_args_list]
     (every, labels), few, all_again = seen[-11], seen[-10:-5], seen[-5:]
     assert [len(part) for _, part in all_again] == [len(labels)] * 5
     for features, part in few:
@@ -97,10 +94,3 @@ def test_a_linear_layer_learns_from_a_part_of_the_labels(noisy, tmp_path, monkey
         for feature, label in zip(features, part, strict=True):
             assert label in labels[(every == feature).all(dim=1)]
     assert len({tuple(features.flatten().tolist()) for features, _ in few}) == 5
-
-
-def test_few_labels_need_labels(tmp_path):
-    np.savez(tmp_path / "x.npz", x_train=np.zeros((40, 8, 8, 1), np.uint8))
-    words = ["data.name=npz", f"data.path={tmp_path / 'x.npz'}", "evaluation.few_labels=[0.1]", "partition.name=iid"]
-    with pytest.raises(UserError, match=r"evaluation\.few_labels, .* need labels"):
-        in_process.run(load_recipe("fedbyol", [*words, "rounds=1", "partition.clients=1"]), tmp_path / "run")

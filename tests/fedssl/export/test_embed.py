@@ -146,7 +146,7 @@ def test_grey_is_repeated_and_colour_becomes_its_luma():
 
 @pytest.mark.parametrize(
     ("architecture", "module", "grid"),
-    [("small_convnet", "blocks", 2), ("small_vit", "norm", 4), ("resnet18", "layer4", 1)],
+    [("small_convnet", "blocks", 2), ("small_vit", "norm", 4), ("small_resnet10", "layer4", 1)],
 )
 def test_features_of_patches_are_what_the_network_pools(architecture, module, grid, tmp_path):
     run, federation = finished_run(tmp_path, architectures=[architecture])

@@ -13,28 +13,22 @@ from fedssl.models.model import Model, mlp_head
 from fedssl.models.stages import StagedEncoder
 from tests.fedssl.conftest import AVERAGED
 
-BLOCK = ["Linear", "BatchNorm1d", "ReLU"]
+INITIALS = {"L": nn.Linear, "B": nn.BatchNorm1d, "R": nn.ReLU}
 
 
 @pytest.mark.parametrize(
     ("options", "layers", "sizes", "biases"),
     [
-        ({}, [*BLOCK, "Linear"], [(6, 10), (10, 4)], [False, True]),
-        ({"layers": 1}, ["Linear"], [(6, 4)], [True]),
-        (
-            {"layers": 3, "last_batch_norm": True},  # SimSiam's projector
-            *([*BLOCK, *BLOCK, "Linear", "BatchNorm1d"], [(6, 10), (10, 10), (10, 4)], [False] * 3),
-        ),
-        (
-            {"layers": 3, "batch_norm": False},
-            *(["Linear", "ReLU", "Linear", "ReLU", "Linear"], [(6, 10), (10, 10), (10, 4)], [True] * 3),
-        ),
+        ({}, "LBRL", [(6, 10), (10, 4)], [False, True]),
+        ({"layers": 1}, "L", [(6, 4)], [True]),
+        ({"layers": 3, "last_batch_norm": True}, "LBRLBRLB", [(6, 10), (10, 10), (10, 4)], [False] * 3),  # SimSiam's
+        ({"layers": 3, "batch_norm": False}, "LRLRL", [(6, 10), (10, 10), (10, 4)], [True] * 3),
     ],
 )
 def test_the_layers_of_a_head(options, layers, sizes, biases):
     head = mlp_head(6, 10, 4, **options)
     linear = [layer for layer in head if isinstance(layer, nn.Linear)]
-    assert [type(layer).__name__ for layer in head] == layers
+    assert [type(layer) for layer in head] == [INITIALS[initial] for initial in layers]
     assert [(layer.in_features, layer.out_features) for layer in linear] == sizes
     assert [layer.bias is not None for layer in linear] == biases
     output = head(torch.randn(64, 6))

@@ -64,7 +64,7 @@ def one_step(recipe: Recipe) -> tuple[LocalRound, dict[str, Tensor]]:
 
 
 #: a recipe without training, and those whose first step is that of another one
-LEFT_OUT = re.compile("scratch|centralised_.*|ssfl|l_dawa|fedu2_without_.*")
+LEFT_OUT = re.compile("scratch|centralised_.*|local_only|fedema|fedu|ssfl|l_dawa|fedu2_without_.*|prog_fedssl")
 
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if not LEFT_OUT.fullmatch(name)])

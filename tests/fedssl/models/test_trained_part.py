@@ -1,6 +1,7 @@
 """model.train: what trains travels and changes, the rest stays bit for bit, and an export needs no adapters."""
 
 import sys
+from collections import OrderedDict
 
 import pytest
 import timm
@@ -20,7 +21,9 @@ from fedssl.messages import Message
 from fedssl.models.encoders import build_encoder
 from fedssl.models.trained_part import freeze
 from fedssl.randomness import seeded
+from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.engines.short_runs import contents, metric, stopped_before_commit
 from tests.fedssl.models.test_weights import drawn
@@ -51,16 +54,18 @@ TRAINED = {
     ("mobilenetv3_small_050", "last:1"): ("blocks.5.", "conv_head."),
     ("small_vit", "lora:2"): ("lora_A.", "lora_B."),
 }
+RUNS = [("small_convnet", "last:2"), ("small_vit", "lora:2")]
 
 
-@pytest.fixture
-def partly(noisy, tmp_path):
+@pytest.fixture(scope="module")
+def partly(noisy, tmp_path_factory):
     """Build the recipe of an encoder that starts from drawn weights and trains in part."""
+    folder = tmp_path_factory.mktemp("weights")
 
     def build(architecture="small_convnet", train="last:2", **changes):
         if train.startswith("lora"):
             pytest.importorskip("peft", reason="peft is not installed")
-        path = tmp_path / f"{architecture}.safetensors"
+        path = folder / f"{architecture}.safetensors"
         save_file(drawn(architecture).state_dict(), path)
         model = {"weights": str(path), "train": train}
         return noisy(**AVERAGED | {"architectures": [architecture], "model": model} | changes)
@@ -68,16 +73,28 @@ def partly(noisy, tmp_path):
     return build
 
 
-def base_name(name):
-    """The name of an encoder's entry in the plain network."""
-    return name.removeprefix("online.encoder.").replace("base_layer.", "")
+@pytest.fixture(scope="module")
+def ran(partly, finished):
+    """A finished run, which is only read."""
+    return lambda architecture, train: RunDirectory.open(finished(partly(architecture, train)))
 
 
 @pytest.mark.parametrize(("architecture", "train"), TRAINED)
-def test_only_what_trains_travels_and_changes_and_a_resumed_run_is_the_same(architecture, train, partly, tmp_path):
+def test_what_trains(architecture, train):
+    if train.startswith("lora"):
+        pytest.importorskip("peft", reason="peft is not installed")
+    encoder = build_encoder(architecture, 1, 8)
+    frozen = freeze(encoder, train, architecture, (1, 8, 8))
+    trained = {name for name in encoder.state_dict() if any(text in name for text in TRAINED[architecture, train])}
+    assert trained
+    assert trained == encoder.state_dict().keys() - set(frozen)
+
+
+@pytest.mark.parametrize(("architecture", "train"), RUNS)
+def test_only_what_trains_travels_and_changes_and_a_resumed_run_is_the_same(architecture, train, ran, tmp_path):
     """Bytes down are those of the tensors named above; `fedssl cost` predicts all figures."""
-    recipe = partly(architecture, train)
-    run = in_process.run(recipe, tmp_path / "run")
+    run = ran(architecture, train)
+    recipe = load_recipe(run.path / "recipe.yaml")
     start, end = build_federation(recipe).method.initial_state().tensors, run.server_state().tensors
     given, texts = drawn(architecture).state_dict(), TRAINED[architecture, train]
     own = {name for name in start if any(text in name.removeprefix("online.encoder.") for text in texts)}
@@ -87,17 +104,16 @@ def test_only_what_trains_travels_and_changes_and_a_resumed_run_is_the_same(arch
     for name, tensor in end.items():
         if name not in trained:
             others = (tensor, at_client[name], at_client[name.replace("online.", "target.")])
-            assert all(torch.equal(given[base_name(name)], other) for other in others), name
+            entry = given[name.removeprefix("online.encoder.").replace("base_layer.", "")]
+            assert all(torch.equal(entry, other) for other in others), name
         elif tensor.is_floating_point():
             assert not torch.equal(tensor, start[name]), name
     sent = sum(start[name].nbytes for name in trained)
     for cost in estimate(build_federation(recipe)):
-        rows = {
-            kind: metric(run.path, kind, cost.number)["0"] for kind in ("bytes_down", "bytes_up", "flops", "memory")
-        }
-        predicted = (cost.bytes_down[0], cost.bytes_up[0], cost.flops[0], cost.step[0].memory)
-        assert predicted == tuple(rows.values())
-        assert rows["bytes_down"] == sent < rows["bytes_up"] < sent + 100  # and some numbers of eight bytes
+        predicted = [cost.bytes_down[0], cost.bytes_up[0], cost.flops[0], cost.step[0].memory]
+        logged = [metric(run.path, kind, cost.number)["0"] for kind in ("bytes_down", "bytes_up", "flops", "memory")]
+        assert predicted == logged
+        assert logged[0] == sent < logged[1] < sent + 100  # and some numbers of eight bytes
     with stopped_before_commit(2):
         in_process.run(recipe, tmp_path / "stopped")
     in_process.resume(tmp_path / "stopped")
@@ -136,14 +152,10 @@ def test_a_client_that_sends_a_frozen_entry_is_refused(partly):
     }
 
 
-@pytest.mark.parametrize(
-    ("architecture", "train", "client"),
-    [("small_vit", "lora:2", None), ("small_vit", "lora:2", 1), ("small_convnet", "last:1", None)],
-)
-def test_an_export_is_the_plain_network_with_the_same_outputs(architecture, train, client, partly, tmp_path):
+@pytest.mark.parametrize(("architecture", "train", "client"), [(*RUNS[0], None), (*RUNS[1], None), (*RUNS[1], 1)])
+def test_an_export_is_the_plain_network_with_the_same_outputs(architecture, train, client, ran, tmp_path):
     """Fine-tuned as a whole, it ends like that of the run: adapters are not beside what they adapt, nothing is kept."""
-    recipe = partly(architecture, train, rounds=1, training={"local_epochs": 1, "batch_size": 8, "learning_rate": 1})
-    run = in_process.run(recipe, tmp_path / "run")
+    run = ran(architecture, train)
     encoder = read_encoder(export_encoder(run.path, tmp_path / "encoder", client)).network
     assert encoder.state_dict().keys() == build_encoder(architecture, 1, 8).state_dict().keys()
     federation, images = federation_of_run(run), torch.arange(640).view(10, 1, 8, 8).to(torch.uint8)
@@ -155,11 +167,10 @@ def test_an_export_is_the_plain_network_with_the_same_outputs(architecture, trai
     torch.testing.assert_close(extract_features(encoder, images), outputs, rtol=0, atol=1e-5)
     assert (extract_features(drawn(architecture), images) - outputs).abs().max() > 1e-3
     labels, tuning = torch.arange(10) % 2, FineTuning(1, 5, "sgd", 0.1)
-    tuned = [
-        fine_tuned_network(each, images, labels, 2, tuning, 0, torch.Generator().manual_seed(0))[0].state_dict()
-        for each in (trained, encoder)
-    ]
-    torch.testing.assert_close(*tuned, rtol=0, atol=1e-5)
+    own, plain = (
+        fine_tuned_network(each, images, labels, 2, tuning, 0, torch.Generator())[0] for each in (trained, encoder)
+    )
+    torch.testing.assert_close(own.state_dict(), plain.state_dict(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -181,28 +192,16 @@ def test_what_cannot_be_is_refused_with_what_to_do(changes, says, partly, noisy)
 def test_a_stem_that_starts_at_random_is_not_frozen(noisy, tmp_path):
     with seeded(1, "resnet"):
         save_file(timm.create_model("resnet18", num_classes=0).state_dict(), tmp_path / "w.safetensors")
-    recipe = noisy(**AVERAGED, architectures=["resnet18"], model={"weights": str(tmp_path / "w.safetensors")})
-    with pytest.warns(UserWarning, match="stem"):
-        build_federation(recipe)
-    model = recipe.model.model_copy(update={"train": "last:1"})
+    model = {"weights": str(tmp_path / "w.safetensors"), "train": "last:1"}
     with pytest.warns(UserWarning, match="stem"), pytest.raises(UserError, match=r"conv1\.weight of resnet18.*large"):
-        build_federation(recipe.model_copy(update={"model": model}))
-
-
-class TakesWeights(nn.Module):
-    """Attention as some networks have it: adapters around a layer that is not called would do nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(4, 4), "proj": nn.Linear(4, 4)})
-
-    def forward(self, images):
-        return self.attn["proj"](nn.functional.linear(images, self.attn["qkv"].weight))
+        build_federation(noisy(**AVERAGED, architectures=["resnet18"], model=model))
 
 
 def test_adapters_are_refused_where_they_would_not_be_called_or_there_is_no_peft(partly, monkeypatch):
+    network = nn.Sequential(OrderedDict(attn=nn.Linear(4, 4)))
+    network.attn.qkv = nn.Linear(4, 4)  # whose weights some networks take: adapters around it would do nothing
     with pytest.raises(UserError, match="any_vit has none that it calls as they are"):
-        freeze(TakesWeights(), "lora:2", "any_vit", (4,))
+        freeze(network, "lora:2", "any_vit", (4,))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"model.train=lora:2 needs peft .*pip install '.*\[lora\]'"):
         freeze(build_encoder("small_vit", 1, 8), "lora:2", "small_vit", (1, 8, 8))

@@ -17,11 +17,10 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model, untouched_running_statistics
 from fedssl.models.stages import StagedEncoder
-from fedssl.models.view_threads import ViewThreads, view_threads
+from fedssl.models.view_threads import ViewThreads
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.training import train_locally
 from tests.fedssl.conftest import AVERAGED
-from tests.fedssl.models.double import to_double
 
 HEADS = {"hidden_features": 16, "output_features": 8}
 
@@ -66,10 +65,13 @@ def model_and_views(noisy: Any) -> tuple[Model, tuple[Tensor, Tensor]]:
 
 
 def trained(recipe: Any, double: bool = False, change: Any = None, terms: Any = ()) -> LocalRound:
-    """Client 0 after its first round."""
+    """Client 0 after its first round; in float64 the order of sums does not matter, and views may be float32."""
     client = build_federation(recipe).client(0, Message())
     if double:
-        to_double(client.model)
+        client.model.double()
+        for networks in (client.model.online, client.model.target):
+            if "encoder" in networks:
+                networks["encoder"].register_forward_pre_hook(lambda network, inputs: (inputs[0].double(),))
     if change is not None:
         change(client.model)
     local = LocalRound(client, Message(), 1, recipe.seed, recipe.objective, recipe.augmentation)
@@ -198,23 +200,6 @@ def test_an_error_of_the_second_view_is_raised_and_nothing_is_left_changed(noisy
         assert copy.deepcopy(model).view_threads is None  # a copy of a model that trains has none
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.online["projector"].append(nn.Dropout(0.5)),
-        lambda model: setattr(model.online["projector"][1], "momentum", None),  # a mean over all batches
-    ],
-    ids=["random", "cumulative"],
-)
-def test_views_pass_one_after_the_other_where_the_result_would_depend_on_it(change, noisy, two_threads, seen):
-    model, views = model_and_views(noisy)
-    change(model)
-    with model.views_at_a_time() as threads:
-        assert threads is None
-        assert len(model.outputs_of_views(views)[0]) == 2
-    assert seen == []
-
-
 @pytest.mark.parametrize(("from_global_generators", "symmetric"), [(False, True), (True, True), (False, False)])
 def test_the_next_views_are_drawn_in_the_second_thread(
     from_global_generators, symmetric, noisy, two_threads, monkeypatch
@@ -242,11 +227,16 @@ def test_the_next_views_are_drawn_in_the_second_thread(
 @pytest.mark.parametrize(
     ("layer", "at_a_time"),
     [
-        *((layer, False) for layer in (nn.AlphaDropout(0.5), DropPath(0.1), nn.BatchNorm2d(3, momentum=None))),
+        *((layer, False) for layer in (nn.Dropout(0.5), nn.AlphaDropout(0.5), DropPath(0.1))),
+        (nn.BatchNorm2d(3, momentum=None), False),  # a mean over all batches
         (nn.InstanceNorm2d(3, track_running_stats=True), False),
         *((layer, True) for layer in (nn.Dropout(0.0), DropPath(0.0), nn.InstanceNorm2d(3), nn.BatchNorm2d(3))),
     ],
 )
-def test_a_network_whose_passes_depend_on_those_before_takes_one_view_after_the_other(layer, at_a_time, two_threads):
-    with view_threads(nn.ModuleDict({"encoder": layer})) as threads:
+def test_a_network_whose_passes_depend_on_those_before_takes_one_view_after_the_other(
+    layer, at_a_time, noisy, two_threads
+):
+    model, _ = model_and_views(noisy)
+    model.online["projector"].append(layer)
+    with model.views_at_a_time() as threads:
         assert (threads is not None) == at_a_time

@@ -43,6 +43,7 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("regularizers.0.weights=1", ["regularizers.0.weights: unknown key", "did you mean weight?"]),
         ("regularizers.0.weight=.nan", ["regularizers.0.weight", "finite"]),
         ("regularizers.3.weight=1", ["list of 1", "'3'"]),
+        ("rounds=true", ["rounds: input should be a number or a text, not true or false, got true"]),
         ("regularizers=cka_alignment", ["regularizers: expected a list"]),
         ("aggregators.0.target=friends", ["aggregators.0.target", "'untrained' or 'oracle'", "'friends'"]),
         ("objective.name=byoll", ["objective.name", ", ".join(part_names("objectives"))]),
@@ -90,16 +91,13 @@ def recipe_with_own_part(tmp_path):
 
 def test_part_files_are_seen_from_the_recipes_folder_whoever_reads_it(recipe_with_own_part, tmp_path, monkeypatch):
     part = str(recipe_with_own_part.parent / "parts" / "nothing.py")
-    for folder, path in [
-        ("/", recipe_with_own_part),
-        (tmp_path, Path("study/mine.yaml")),
-        (tmp_path / "study", "mine.yaml"),
-    ]:
+    study = tmp_path / "study"
+    for folder, path in (("/", recipe_with_own_part), (tmp_path, Path("study/mine.yaml")), (study, "mine.yaml")):
         monkeypatch.chdir(folder)
         recipe = load_recipe(path, trust=True)
         assert [regularizer.name for regularizer in recipe.regularizers] == [part, part]
         assert recipe.regularizers[1].strength == 2.0
-    monkeypatch.chdir(tmp_path / "study" / "parts")  # an override is seen from where it is typed
+    monkeypatch.chdir(study / "parts")  # an override is seen from where it is typed
     assert load_recipe("fedbyol", ["regularizers=[./nothing.py]"]).regularizers[0].name == part
 
 
@@ -144,29 +142,34 @@ ODD_TEXTS = (
     *("2024", "-7", "1.5", "1.50", "1e5", "1.0e-05", "0x10", "010", "1_000", "12:30", ".nan"),
     *("2020-01-01", "2020-13-45", "true", "True", "on", "no", "~/x", "é"),
 )
+OTHER_DATA = "evaluation.downstream.mine.path"
 #: these only on the command line: a file has quotes for them
 MARKS = (
     *("scans #2", "[MRI] x", "a: b", "{x}", "*x", "&x", "!x", "%x", "@x", "-", "? x", "`x", "a, b", "x]"),
     "99999999999999999999",
 )
-TEXT_KEYS = (
-    *("name", "data.path", "data.labels", "data.label_column", "partition.column", "data.class_names.0"),
-    *("architectures.0", "evaluation.downstream.mine.path"),
-)
+TEXT_KEYS = {
+    "images": (
+        {"data": {"name": "images", "path": "x", "labels": "x"}, "partition": {"name": "column", "column": "x"}},
+        ("name", "data.path", "data.labels", "data.label_column", "partition.column", "architectures.0", OTHER_DATA),
+    ),
+    "classes": (
+        {"data": {"name": "none", "image_shape": [1, 8, 8], "class_names": ["a"]}, "partition": {"name": "sites"}},
+        ("data.class_names.0", OTHER_DATA),
+    ),
+}
 
 
-@pytest.mark.parametrize("key", TEXT_KEYS)
-def test_on_the_command_line_a_text_is_what_was_typed(key, tmp_path):
-    data, partition = {"name": "images", "path": "x", "labels": "x"}, {"name": "column", "column": "x"}
-    if key == "data.class_names.0":
-        data, partition = {"name": "none", "image_shape": [1, 8, 8], "class_names": ["a"]}, {"name": "sites"}
-    values = tiny_values(data=data, partition=partition, evaluation={"downstream": {"mine": {"name": "npz"}}})
+@pytest.mark.parametrize("base", TEXT_KEYS)
+def test_on_the_command_line_a_text_is_what_was_typed(base, tmp_path):
+    values, keys = TEXT_KEYS[base]
+    values = tiny_values(**values, evaluation={"downstream": {"mine": {"name": "npz"}}})
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(values | {"preset": "none", "engine": "flower"}))
-    given = [] if "mine" in key else ["evaluation.downstream.mine.path=x"]
     for text in (*ODD_TEXTS, *MARKS):
         for typed in (text, f" '{text}' ") if text in ("2024", "on", "scans #2") else (text,):
-            recipe = load_recipe(tmp_path / "base.yaml", [*given, f"{key}={typed}"])
-            assert flatten_keys(recipe.model_dump(mode="json"))[key] == text
+            recipe = load_recipe(tmp_path / "base.yaml", [f"{key}={typed}" for key in keys])
+            found = flatten_keys(recipe.model_dump(mode="json"))
+            assert {key: found[key] for key in keys} == dict.fromkeys(keys, text)
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)

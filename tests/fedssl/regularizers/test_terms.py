@@ -30,6 +30,7 @@ from fedssl.regularizers.representation_alignment import RepresentationAlignment
 from fedssl.regularizers.similarity_distillation import SimilarityDistillation
 from fedssl.teacher import similarity_loss
 from tests.fedssl.conftest import ALIGNED
+from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.models.test_model import images, staged
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.small_models import E1, E2, FIRST_TWO, SWAPPED, THREE, Scale, flat_model, local_round, scalar_model
@@ -142,7 +143,8 @@ NO_STEP = Step(torch.tensor(0.0), ())
 
 def opened(tiny: Any, client: int = 0, **options: Any) -> tuple[LocalRound, Message]:
     """What a client has when round 1 begins, and the server's state after the opening round."""
-    federation = build_federation(tiny(**{**ALIGNED, "aggregators": [{"name": "representation_mean"} | options]}))
+    aggregators = [{"name": "representation_mean"} | options]
+    federation = build_federation(tiny(**ALIGNED | SMALL | {"aggregators": aggregators}))
     method, done = federation.method, train_rounds(federation, 0)
     received = method.broadcast(done.server, [client], 1)[client]
     one = federation.client(client, done.clients[client])
@@ -152,11 +154,7 @@ def opened(tiny: Any, client: int = 0, **options: Any) -> tuple[LocalRound, Mess
 @pytest.mark.parametrize("part", [CKAAlignment, SimilarityDistillation])
 @pytest.mark.parametrize(
     ("kernel", "layer", "centered"),
-    [
-        ("linear", "encoder", True),
-        ("half_whitened", "encoder", False),
-        ("half_whitened", "predictor", True),
-    ],
+    [("linear", "encoder", True), ("half_whitened", "encoder", False), ("half_whitened", "predictor", True)],
 )
 def test_factor_and_kernel_give_the_same_term_and_gradient(part, kernel, layer, centered, tiny):
     """What travels must not change what is learned."""
@@ -183,10 +181,10 @@ def product(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("centered", [False, True])
 def test_the_term_is_mu_times_one_minus_eq_1(centered, tiny):
-    """All 30 public images in one batch, a network in evaluation mode: the term by hand from the definition."""
+    """All 20 public images in one batch, a network in evaluation mode: the term by hand from the definition."""
     local, server = opened(tiny, layer="encoder", kernel="linear", centered=centered)
     client = local.client
-    term = CKAAlignment(weight=0.7, batch_size=30).start_round(local)(NO_STEP)
+    term = CKAAlignment(weight=0.7, batch_size=20).start_round(local)(NO_STEP)
     own = client.model.represent(normalize(client.public_images), "encoder").double().detach()
     if centered:
         own = own - own.mean(dim=0)
@@ -199,11 +197,11 @@ def test_the_term_is_mu_times_one_minus_eq_1(centered, tiny):
 
 
 def test_similarities_are_those_of_whitened_representations_and_of_the_mean_kernel(tiny):
-    """All 30 public images in one batch, a network in evaluation mode."""
+    """All 20 public images in one batch, a network in evaluation mode."""
     local, server = opened(tiny, layer="encoder", kernel="half_whitened", centered=True)
     client = local.client
     client.model.eval()
-    term = SimilarityDistillation(weight=0.7, batch_size=30, temperature=0.3).start_round(local)(NO_STEP)
+    term = SimilarityDistillation(weight=0.7, batch_size=20, temperature=0.3).start_round(local)(NO_STEP)
     own = client.model.represent(normalize(client.public_images), "encoder").double().detach()
     own = own - own.mean(dim=0)
     values, vectors = torch.linalg.eigh(own @ own.T)
@@ -222,7 +220,8 @@ def test_public_images_leave_no_trace_in_the_running_statistics(name, tiny):
     ends = []
     for regularizers in ([{"name": name, "weight": 0.0, "batch_size": 12}], []):
         aggregators = ALIGNED["aggregators"] if regularizers and name != "public_objective" else []
-        federation = build_federation(tiny(**{**ALIGNED, "regularizers": regularizers, "aggregators": aggregators}))
+        parts = {"regularizers": regularizers, "aggregators": aggregators}
+        federation = build_federation(tiny(**ALIGNED | SMALL | parts))
         ends.append(train_rounds(federation, 1, clients=[0]).clients[0].tensors)
     names = [entry for entry in ends[1] if entry.startswith("model/")]
     assert any("running_mean" in entry for entry in names)

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from fedssl.engines import in_process
-from fedssl.reports import images
 from fedssl.reports.images import (
     draw_map,
     draw_neighbours,
@@ -123,13 +122,6 @@ def test_classes_are_marked_where_there_are_labels():
     points = torch.rand(12, 2)
     assert blue in colours_in(draw_map(images, points, labels, ("a", "b")))
     assert blue not in colours_in(draw_map(images, points, None))
-
-
-@pytest.fixture
-def few_neighbours(monkeypatch):
-    """A sheet of eight rows takes seconds to draw."""
-    monkeypatch.setattr(images, "_QUERIES", 2)
-    monkeypatch.setattr(images, "_NEIGHBOURS", 3)
 
 
 def test_a_run_is_drawn_with_its_global_model(tiny, finished, few_neighbours):

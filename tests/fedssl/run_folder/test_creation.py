@@ -8,7 +8,7 @@ import pytest
 from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.run_folder import creation
-from fedssl.run_folder.creation import alone_in, default_folder, refuse_existing
+from fedssl.run_folder.creation import alone_in, refuse_existing
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.engines.short_runs import everything
 
@@ -45,14 +45,16 @@ def test_half_of_a_run_is_not_replaced(kept, tmp_path):
 
 
 def test_a_run_is_replaced_only_where_asked(tmp_path):
-    RunDirectory.create(tmp_path / "a", FILES)
-    (tmp_path / "a" / "report.html").write_text("")
-    with pytest.raises(UserError, match="exists: continue it with fedssl run --resume"):
-        RunDirectory.create(tmp_path / "a", {"recipe.yaml": "name: b\n"})
-    RunDirectory.create(tmp_path / "a", {"recipe.yaml": "name: b\n"}, overwrite=True)
-    assert (tmp_path / "a" / "recipe.yaml").read_text() == "name: b\n"
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {"recipe.yaml", "checkpoints"}
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    """A folder with a space is one word of the advised command."""
+    path = tmp_path / "a run"
+    RunDirectory.create(path, FILES)
+    (path / "report.html").write_text("")
+    with pytest.raises(UserError, match=f"exists: continue it with fedssl run --resume '{path}', or give --overwrite"):
+        RunDirectory.create(path, {"recipe.yaml": "name: b\n"})
+    RunDirectory.create(path, {"recipe.yaml": "name: b\n"}, overwrite=True)
+    assert (path / "recipe.yaml").read_text() == "name: b\n"
+    assert {file.name for file in path.iterdir()} == {"recipe.yaml", "checkpoints"}
+    assert [folder.name for folder in tmp_path.iterdir()] == ["a run"]
 
 
 def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
@@ -95,11 +97,3 @@ def test_a_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="cannot be written: File name too long"):
         RunDirectory.create(tmp_path / ("a" * 300), FILES)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_recipes_name_never_leaves_the_folder_of_runs():
-    assert default_folder("Hetero-SSFL (0.1)", 3) == Path("runs/Hetero-SSFL (0.1)-seed3")
-    assert default_folder("..", 0) == Path("runs/..-seed0")
-    for name in ("../../thesis", "/etc", "a/b"):
-        with pytest.raises(UserError, match="holds a slash, so it cannot be a folder's name"):
-            default_folder(name, 0)

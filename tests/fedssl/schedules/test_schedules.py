@@ -16,6 +16,7 @@ from fedssl.schedules.base import Plan
 from fedssl.schedules.layer_wise import LayerWise
 from fedssl.schedules.progressive import Progressive
 from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
+from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.killed_runs import contents, killed_and_resumed
 from tests.fedssl.rounds_in_memory import train_rounds
 
@@ -24,14 +25,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def staged(tiny) -> Callable[..., Recipe]:
-    """The tiny recipe with MoCo v3 on a network of four layers, one a stage, one round each."""
+    """The small recipe with MoCo v3 on a network of four layers, one a stage, one round each."""
 
     def build(schedule: str = "layer_wise", architecture: str = "small_resnet10", **changes) -> Recipe:
         options = {"name": schedule, "rounds_per_stage": 1} | changes.pop("options", {})
         name = changes.pop("objective", "moco_v3")
         objective = {"name": name, "hidden_features": 16, "output_features": 8}
-        values = AVERAGED | {"architectures": [architecture], "objective": objective, "schedule": options, "rounds": 4}
-        return tiny(**(values | {"training": {"local_epochs": 1, "batch_size": 20, "optimizer": "adamw"}} | changes))
+        values = AVERAGED | SMALL | {"architectures": [architecture], "objective": objective, "schedule": options}
+        values |= {"rounds": 4, "training": {"local_epochs": 1, "batch_size": 10, "optimizer": "adamw"}}
+        return tiny(**(values | changes))
 
     return build
 
@@ -144,7 +146,7 @@ def test_frozen_layers_and_their_buffers_do_not_change_by_a_bit(two_stages):
         assert any(not torch.equal(server.tensors[n], final[n]) for n in exchange.names([2]))
 
 
-def test_a_client_that_joins_late_receives_what_it_lacks(staged):
+def test_a_client_that_joins_late_or_whose_answer_was_refused_receives_what_it_lacks(staged):
     exchange = Exchange(staged(rounds=8, options={"rounds_per_stage": 2}))
     for number in range(1, 5):
         exchange.round(number, [0, 1])
@@ -157,22 +159,13 @@ def test_a_client_that_joins_late_receives_what_it_lacks(staged):
     assert down[2].num_bytes - down[0].num_bytes == missing
     for name in both:
         assert torch.equal(exchange.states[2].tensors["model/" + name], exchange.server.tensors[name])
-    # client 1 misses the whole of stage 4 but for its last round; client 2 has been there all the time
-    exchange.round(7, [0, 2])
-    down, _ = exchange.round(8, [1, 2])
-    assert set(down[1].tensors) == exchange.names([3], top=4) | exchange.names([2])
+    # client 1 misses the whole of stage 4 but for its last round, and client 0's first answer in it is refused
+    exchange.round(7, [0, 2], break_client=0)
+    assert "refused/0" in exchange.server.config
+    down, _ = exchange.round(8, [0, 1, 2])
+    for k in (0, 1):
+        assert set(down[k].tensors) == exchange.names([3], top=4) | exchange.names([2])
     assert set(down[2].tensors) == exchange.names([3], top=4)
-
-
-def test_a_client_whose_answer_was_refused_is_sent_the_layers_again(staged):
-    exchange = Exchange(staged(rounds=8, options={"rounds_per_stage": 2}))
-    for number in (1, 2):
-        exchange.round(number, [0, 1])
-    down, _ = exchange.round(3, [0, 1], break_client=1)
-    assert "refused/1" in exchange.server.config
-    down, _ = exchange.round(4, [0, 1])
-    assert set(down[0].tensors) == exchange.names([1], top=2)
-    assert set(down[1].tensors) == exchange.names([1], top=2) | exchange.names([0])
 
 
 def test_the_target_network_starts_every_round_as_the_online_one(staged, monkeypatch):
@@ -210,12 +203,8 @@ def test_a_dropped_layer_is_skipped_and_does_not_travel(staged):
 @pytest.mark.parametrize("schedule", ["layer_wise", pytest.param("progressive", marks=pytest.mark.nightly)])
 def test_killed_around_a_stages_end_and_resumed_it_ends_alike(schedule, staged, tmp_path):
     """Rounds 2 and 3 are the last of the first stage and the first of the second; two of three clients take part."""
-    recipe = staged(
-        schedule,
-        options={"rounds_per_stage": 2, "layers_per_stage": 2},
-        clients_per_round=2,
-        regularizers=["representation_alignment", "proximal"],
-    )
+    options, terms = {"rounds_per_stage": 2, "layers_per_stage": 2}, ["representation_alignment", "proximal"]
+    recipe = staged(schedule, options=options, clients_per_round=2, regularizers=terms)
     run(recipe, tmp_path / "undisturbed")
     killed = killed_and_resumed(recipe, tmp_path / "killed", rounds=(2, 3))
     assert contents(killed) == contents(tmp_path / "undisturbed")
@@ -229,7 +218,7 @@ def test_a_run_is_evaluated_at_its_depth(tiny, tmp_path, monkeypatch):
         return evaluate_model(model, *arguments, **options)
 
     monkeypatch.setattr("fedssl.engines.rounds.evaluate_model", watching)
-    run(tiny(**LW_FEDSSL, evaluation={"every": 1, "neighbors": 5, "linear": {"epochs": 1}}), tmp_path / "a")
+    run(tiny(**LW_FEDSSL | SMALL | {"evaluation": SMALL["evaluation"] | {"every": 1}}), tmp_path / "a")
     assert depths == [4, 2, 4]  # before training the untrained encoder, whole
 
 
@@ -242,10 +231,7 @@ def test_a_run_is_evaluated_at_its_depth(tiny, tmp_path, monkeypatch):
         ({"rounds": 5}, "rounds is 5, but 4 stages of schedule.rounds_per_stage 1 take 4: set rounds to that"),
         ({"options": {"layers_per_stage": 3}}, "layers_per_stage is 3, which does not divide the encoder's 4 layers"),
         ({"options": {"kept_layers": 2}}, "kept_layers leaves layers out.*use a vision transformer"),
-        (
-            {"aggregators": [], "local_update": "keep_own"},
-            "schedule layer_wise sends layers.*add {name: weighted_mean}",
-        ),
+        ({"aggregators": [], "local_update": "keep_own"}, "layer_wise sends layers.*add {name: weighted_mean}"),
         ({"local_update": "fedema"}, "local_update fedema works with a whole model.*use replace"),
         ({"architecture": "mobilenetv3_small_050"}, "MobileNetV3 cannot be cut into layers"),
     ],
@@ -260,10 +246,9 @@ def test_what_does_not_fit_is_refused_before_anything_runs(changes, message, sta
 
 
 def test_clients_and_server_keep_the_model_that_training_begins_with(tiny):
-    recipe = tiny(**LW_FEDSSL | {"schedule": "untrained"})
-    federation = build_federation(recipe)
+    federation = build_federation(tiny(**LW_FEDSSL | SMALL | {"schedule": "untrained"}))
     done = train_rounds(federation, 2)
-    first = build_federation(tiny(**LW_FEDSSL | {"schedule": "end_to_end"})).new_model(None).state_dict()
+    first = build_federation(tiny(**LW_FEDSSL | SMALL | {"schedule": "end_to_end"})).new_model(None).state_dict()
     for state in (done.server, *done.clients.values()):
         for name, tensor in state.tensors.items():
             if "online." in name:

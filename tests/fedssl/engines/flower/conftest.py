@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,18 +30,40 @@ def _flower_process(flower_process) -> None:
     """For all tests of this folder."""
 
 
+class Clock:
+    """Stands for the module `time`: waiting takes no time."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 @pytest.fixture
 def quick(monkeypatch) -> Callable[..., Recipe]:
     """The tiny recipe under engine flower, with Flower's privacy if asked for, whose server waits without waiting."""
     from fedssl.engines.flower import messenger, registration
-    from tests.fedssl.engines.flower.loop_grid import Clock
 
     clock = Clock()
     monkeypatch.setattr(messenger, "time", clock)
     monkeypatch.setattr(registration, "time", clock)
 
-    def build(*, dp: dict | None = None, secure: dict | None = None, **changes) -> Recipe:
-        options = WAITS | {"differential_privacy": dp, "secure_aggregation": secure}
+    def build(*, dp: dict | None = None, secure: dict | None = None, flower: dict | None = None, **changes) -> Recipe:
+        options = WAITS | {"differential_privacy": dp, "secure_aggregation": secure} | (flower or {})
         return parse_recipe(tiny_values(**changes, engine="flower", flower=options))
 
     return build
+
+
+@pytest.fixture
+def begin(quick, tmp_path) -> Callable[..., Any]:
+    """Begin a run of `quick` in a folder, as a LoopRun: its nodes are simulated, or have the files `sites`."""
+    from tests.fedssl.engines.flower.loop_grid import LoopRun
+
+    def begun(sites: list[Path] | None = None, folder: str = "run", **changes) -> LoopRun:
+        return LoopRun(quick(**changes), tmp_path / folder, sites)
+
+    return begun

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import yaml
 
 import fedssl
@@ -30,6 +30,8 @@ from fedssl.run_folder.directory import RunDirectory
 PATIENCE = 600.0
 #: an environment variable that tells whose process one is; children inherit it, also those that leave the process group
 MARK = "FEDSSL_TEST_PROCESS"
+#: processes are found there
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 #: `fedssl` whose sites break a round where a file says so
 COMMAND = Path(__file__).with_name("flower_command.py")
 
@@ -55,25 +57,6 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.02)
 
 
-def listening(mark: str, port: int | None = None) -> list[str]:
-    """The addresses at which the processes of a mark listen, on one port if it is given."""
-    sockets = set()
-    for pid in marked(mark):
-        with contextlib.suppress(OSError):  # the process has ended
-            for file in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):  # it has closed this one
-                    sockets.add(os.readlink(file))
-    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    found = []
-    for fields in lines:
-        address, _, number = fields[1].partition(":")
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets and port in (None, int(number, 16)):
-            words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-            family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-            found.append(socket.inet_ntop(family, b"".join(words)))
-    return found
-
-
 def poll(condition: Callable[[], bool], what: str, seconds: float = PATIENCE, pause: float = 0.1) -> None:
     """Wait until a condition holds; AssertionError with `what` after a long time."""
     deadline = time.monotonic() + seconds
@@ -82,25 +65,16 @@ def poll(condition: Callable[[], bool], what: str, seconds: float = PATIENCE, pa
         time.sleep(pause)
 
 
-def make_authority(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> None:
-    """A certificate authority and a server's certificate for localhost, as docs/deploy.md makes them."""
+def make_authority(folder: Path) -> None:
+    """A certificate authority and a server's certificate for localhost."""
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    from fedssl.deploy.certificates import Authority
+    from fedssl.deploy.keys import server_key
+
     folder.mkdir(parents=True, exist_ok=True)
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    (folder / "server.ext").write_text(f"subjectAltName={names}\n")
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl("req", "-x509", *key, "-days", "365", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.crt")
-    openssl("req", *key, "-subj", "/CN=localhost", "-keyout", "server.key", "-out", "server.csr")
-    signing = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "365", "-extfile", "server.ext")
-    openssl("x509", "-req", "-in", "server.csr", *signing, "-out", "server.crt")
-
-
-def make_key(path: Path) -> None:
-    """A site's key pair, `path` and `path`.pub."""
-    command = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-C", "", "-f", str(path)]
-    subprocess.run(command, check=True, capture_output=True)
+    issued = Authority(folder, "tests").issue(server_key(folder / "server.key").public_key(), "localhost", 365)
+    (folder / "server.crt").write_bytes(issued.public_bytes(Encoding.PEM))
 
 
 def free_port() -> int:
@@ -112,10 +86,11 @@ def free_port() -> int:
     raise AssertionError("100 ports are taken")
 
 
-def is_listening(port: int) -> bool:
+def is_listening(port: int, address: str = "127.0.0.1") -> bool:
     """Whether a port of this machine takes connections."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    with contextlib.suppress(OSError), socket.create_connection((address, port)):
+        return True
+    return False
 
 
 def with_package() -> dict[str, str]:
@@ -186,9 +161,11 @@ class Deployment:
         return self.start(name, arguments, before)
 
     def key(self, name: str) -> Path:
+        """A site's private key, beside which is NAME.key.pub."""
+        from fedssl.deploy.keys import public_text, site_key
+
         path = self.folder / f"{name}.key"
-        if not path.exists():
-            make_key(path)
+        Path(f"{path}.pub").write_text(public_text(site_key(path).public_key()))
         return path
 
     def kill(self, name: str) -> None:
@@ -218,7 +195,7 @@ class Deployment:
 
     def register(self, *names: str) -> None:
         """Register keys at the SuperLink, and bind them to clients' numbers in the order of the calls, from 0."""
-        from fedssl.deploy.keys import read_public
+        from fedssl.deploy.keys import site_key
         from fedssl.engines.flower.site_keys import key_fingerprint
 
         manifest = self.folder / "superlink" / "sites" / "manifest.yaml"
@@ -227,7 +204,7 @@ class Deployment:
         for name in names:
             answer = self.flwr("supernode", "register", f"{self.key(name)}.pub", "test")
             assert answer["success"], answer
-            sites[name] = key_fingerprint(read_public(Path(f"{self.key(name)}.pub")))
+            sites[name] = key_fingerprint(site_key(self.key(name)).public_key())
         manifest.write_text(yaml.safe_dump({"sites": sites}, sort_keys=False))
 
     def submit(self, recipe: Recipe, output: Path) -> str:
@@ -365,11 +342,3 @@ def _bound(port: int) -> socket.socket:
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", port))
     return kept
-
-
-def missing_tools() -> str | None:
-    """Why no deployment can be tested here."""
-    for tool in ("openssl", "ssh-keygen"):
-        if shutil.which(tool) is None:
-            return f"{tool} is not installed"
-    return None if Path("/proc/self/stat").exists() else "there is no /proc"

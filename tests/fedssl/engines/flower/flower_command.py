@@ -47,8 +47,6 @@ AFTER_TRAINING: dict[str, Callable[[Message], object]] = {
     "shape": cut_a_tensor,
     "hang": lambda message: time.sleep(24 * 3600),  # and the site stays busy
     "weights": weights_of(9e5),
-    # a trillion images, beside which the others' do not count in the mean
-    "samples": lambda message: message.numbers.update(samples=1e12),
 }
 
 

@@ -27,15 +27,12 @@ from fedssl.method import Method
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import SITES_RUN, RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from tests.fedssl.engines.short_runs import SMALL
+from tests.fedssl.engines.short_runs import SMALL, metric
 
 METHODS: dict[str, dict[str, Any]] = {
-    "hetero_ssfl": ALIGNED,
     "fedu2": FEDU2,
-    "lw_fedssl": LW_FEDSSL,
     "weighted_mean": AVERAGED,
     "local": {},
-    "hetero_ssfl, bfloat16": ALIGNED | {"transport": "bfloat16"},
     "lw_fedssl, bfloat16": LW_FEDSSL | {"transport": "bfloat16"},
     "hetero_ssfl, int8": ALIGNED | {"transport": "int8"},
     "one_optimizer": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
@@ -49,7 +46,6 @@ class LoopGrid(LocalNodes):
 
     def __init__(self, app, configs: dict[int, dict]):
         super().__init__(app, configs)
-        self.configs = configs
         self.replies: dict[str, FlowerMessage] = {}
         self.silent: set[int] = set()  # nodes that answer no round
         self.tamper = lambda node, reply: None
@@ -121,22 +117,15 @@ def silent(node: int) -> Prepare:
     return lambda grid, patch: patch.setattr(grid, "silent", {node})
 
 
-class WarningRecorder(Observer):
-    """A silent progress that keeps the warnings."""
+class Faults(Observer):
+    """Keeps the warnings, and prepares a grid for rounds by their numbers, for each round alone."""
 
-    def __init__(self):
+    def __init__(self, grid: LoopGrid, faults: dict[int, Prepare]):
+        self.grid, self.faults, self.patch = grid, faults, pytest.MonkeyPatch()
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
-
-
-class FaultsByRound(WarningRecorder):
-    """Also prepares a grid for each round, for that round alone."""
-
-    def __init__(self, grid: LoopGrid, faults: dict[int, Prepare]):
-        super().__init__()
-        self.grid, self.faults, self.patch = grid, faults, pytest.MonkeyPatch()
 
     def run_began(self, recipe: Recipe, path: Path, first_round: int) -> None:
         self.prepare(first_round)
@@ -153,47 +142,37 @@ class FaultsByRound(WarningRecorder):
             fault(self.grid, self.patch)
 
 
-def start(recipe: Recipe, path: Path, sites: list[Path] | None = None) -> tuple[RunDirectory, LoopGrid]:
-    """A run's folder and its nodes: simulated ones, or one for each site file."""
-    federation = build_federation(recipe)
-    files = first_files(federation) | ({SITES_RUN: "run"} if sites else {})
-    directory = RunDirectory.create(path, files)
-    if sites:
-        configs = {11 + i: {"site": str(file)} for i, file in enumerate(sites)}
-        return directory, LoopGrid(make_client_app((path / "recipe.yaml").absolute()), configs)
-    configs = {11 + k: {"partition-id": k} for k in range(len(federation.client_rows))}
-    return directory, LoopGrid(simulated_app(federation, path), configs)
+class LoopRun:
+    """A run's folder, and its nodes from number 11 on: simulated ones, or one for each site file."""
 
+    def __init__(self, recipe: Recipe, path: Path, sites: list[Path] | None = None):
+        self.recipe, self.path = recipe, path
+        federation = build_federation(recipe)
+        self.directory = RunDirectory.create(path, first_files(federation) | ({SITES_RUN: "run"} if sites else {}))
+        own: list[dict[str, Any]] = [{"partition-id": k} for k in range(len(federation.client_rows))]
+        app = simulated_app(federation, path)
+        if sites:
+            own, app = [{"site": str(file)} for file in sites], make_client_app((path / "recipe.yaml").absolute())
+        self.grid = LoopGrid(app, {11 + i: config for i, config in enumerate(own)})
 
-def run_on(
-    recipe: Recipe,
-    directory: RunDirectory,
-    grid: LoopGrid,
-    progress: WarningRecorder | None = None,
-    *,
-    rounds: bool = True,
-) -> list[str]:
-    """Run a recipe on the nodes of `start`, or without `rounds` only register them; returns the warnings."""
-    progress = progress or WarningRecorder()
-    federation = private_federation(build_federation(recipe))
-    connected = ConnectedClients(Messenger(grid), federation, progress, "run")
-    connected.require_enough()
-    if rounds:
-        run_rounds(federation, directory, progress, FlowerClients(connected, federation, directory, progress))
-    return progress.warnings
+    def register(self) -> list[str]:
+        """Register the nodes, and run nothing; the warnings."""
+        return self.go(rounds=False)
 
+    def go(self, faults: dict[int, Prepare] | None = None, rounds: bool = True) -> list[str]:
+        """Run the rounds that are left, with faults by round; the warnings."""
+        self.directory = RunDirectory.open(self.path)
+        self.directory.roll_back()
+        told = Faults(self.grid, faults or {})
+        federation = private_federation(build_federation(self.recipe))
+        connected = ConnectedClients(Messenger(self.grid), federation, told, "run")
+        connected.require_enough()
+        if rounds:
+            run_rounds(federation, self.directory, told, FlowerClients(connected, federation, self.directory, told))
+        return told.warnings
 
-class Clock:
-    """Stands for the module `time`: waiting takes no time."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+    def metric(self, name: str, number: int) -> dict[str, float]:
+        return metric(self.path, name, number)
 
 
 def write_sites(folder: Path, count: int = 3, own: dict[int, dict] | None = None, **keys) -> list[Path]:

@@ -30,14 +30,14 @@ from tests.fedssl.engines.flower.deployment import (
     kill_marked,
     make_authority,
     marked,
-    missing_tools,
+    needs_proc,
     poll,
     with_package,
 )
 from tests.fedssl.engines.flower.flower_command import GONE_SECONDS
 from tests.fedssl.engines.flower.loop_grid import assert_close
 
-pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
+pytestmark = needs_proc
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +63,18 @@ EQUAL = AVERAGED | {"partition": {"name": "iid", "clients": 3}, "rounds": 1}  # 
 WAITS = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
 
 
-@pytest.fixture(scope="module")
-def large(deployment, noisy) -> tuple[Path, dict[str, int], int]:
-    """A run's folder, its bytes as Flower counts them, and those at the socket, with TLS, HTTP and all messages."""
-    before, folder = deployment.proxy.bytes, deployment.folder / "large"
-    run = deployment.submit(noisy(**LARGE, engine="flower", flower=WAITS), folder)
+def test_across_machines_the_run_is_the_one_in_this_process_and_its_bytes_are_those_that_were_predicted(
+    deployment, finished, noisy
+):
+    """Bit for bit; bytes by Flower's own count, and at the socket, with TLS, HTTP and all messages."""
+    before, large = deployment.proxy.bytes, deployment.folder / "large"
+    run = deployment.submit(noisy(**LARGE, engine="flower", flower=WAITS), large)
     assert deployment.finish(run) == "finished:completed", deployment.logs()
-    return folder, deployment.look(run)["network-traffic"], deployment.proxy.bytes - before
-
-
-def test_across_machines_the_run_is_the_one_in_this_process_bit_for_bit(large, finished, noisy):
+    traffic, at_socket = deployment.look(run)["network-traffic"], deployment.proxy.bytes - before
     here = finished(noisy(**LARGE))
     last = RunDirectory.open(here).checkpoint.round
     for name in ("metrics.csv", "spectrum.csv", f"checkpoints/server.round-{last:05d}.safetensors"):
-        assert (here / name).read_bytes() == (large[0] / name).read_bytes(), name
-
-
-def test_the_bytes_on_the_wire_are_those_that_were_predicted(large, noisy):
-    """By Flower's own count, and at the socket."""
-    _, traffic, at_socket = large
+        assert (here / name).read_bytes() == (large / name).read_bytes(), name
     cost = totals(estimate(build_federation(noisy(**LARGE))))
     assert traffic["inbound-bytes"] == pytest.approx(cost["bytes_up"], rel=0.03)
     assert traffic["outbound-bytes"] == pytest.approx(cost["bytes_down"], rel=0.03)
@@ -136,37 +129,33 @@ def deadline(private: Path) -> int:
 
 
 def test_faults(deployment, private, noisy, tmp_path):
-    """One run of five rounds, in which everything goes wrong.
+    """One run of four rounds, in which everything goes wrong.
 
-    round 1: site 1 sends weights that would spoil the mean
-    round 2: site 1 says that it has a trillion images, site 2 sends a wrong shape: all are refused by name
-    round 3: site 1 is killed while it trains, site 2 hangs: both are dropped at the deadline
-    round 4: the SuperLink is killed and started again, site 1 too; the run is started again and continues;
+    round 1: site 1 sends weights that would spoil the mean, and is refused by name
+    round 2: site 1 is killed while it trains, site 2 hangs: both are dropped at the deadline
+    round 3: the SuperLink is killed and started again, site 1 too; the run is started again and continues;
         site 2 answers with 2,000 records, which the SuperLink refuses
-    round 5: site 2 answers with 300 MiB, of which the server reads no more than it takes
+    round 4: site 2 answers with 300 MiB, of which the server reads no more than it takes
     meanwhile a node with an unknown key and one that trusts another authority try to get in
     """
     seconds = deadline(private)
     print(f"the round's deadline: {seconds} s")
-    recipe = noisy(**AVERAGED, rounds=5, engine="flower", flower=WAITS | {"round_seconds": seconds})
-    for client, number, fault in (
-        *((1, 1, "weights"), (1, 2, "samples"), (2, 2, "shape")),
-        *((2, 4, "records"), (2, 5, "pieces")),
-    ):
+    recipe = noisy(**AVERAGED, rounds=4, engine="flower", flower=WAITS | {"round_seconds": seconds})
+    for client, number, fault in ((1, 1, "weights"), (2, 3, "records"), (2, 4, "pieces")):
         deployment.break_round(recipe, client, number, fault)
-    faults = [deployment.break_round(recipe, k, 3, "hang") for k in (1, 2)]
+    faults = [deployment.break_round(recipe, k, 2, "hang") for k in (1, 2)]
     output = deployment.folder / "run"
     first = deployment.submit(recipe, output)
-    deployment.wait_for(lambda: not any(file.exists() for file in faults), "sites 1 and 2 hang in round 3")
+    deployment.wait_for(lambda: not any(file.exists() for file in faults), "sites 1 and 2 hang in round 2")
     deployment.kill("site1")
     killed = time.monotonic()
     make_authority(tmp_path)
     deployment.register("misled")
     deployment.start_node(0, "unknown")
     deployment.start_node(0, "misled", authority=tmp_path / "ca.crt")
-    deployment.wait_for(lambda: deployment.committed(output) >= 3, "round 3 is committed without them")
+    deployment.wait_for(lambda: deployment.committed(output) >= 2, "round 2 is committed without them")
     deployment.kill("superlink")
-    assert deployment.committed(output) == 3
+    assert deployment.committed(output) == 2
     kept = (output / "metrics.csv").read_bytes()[: RunDirectory.open(output).checkpoint.lengths["metrics.csv"]]
 
     deployment.start_superlink()
@@ -180,20 +169,17 @@ def test_faults(deployment, private, noisy, tmp_path):
 
     with open(output / "refused.csv") as file:
         lost = {(int(row["round"]), int(row["client"])): row["reason"] for row in csv.DictReader(file)}
-    assert list(lost) == [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 2), (5, 2)], f"{lost}\n{deployment.logs()}"
-    name = next(iter(build_federation(recipe).method.initial_state().tensors))
+    assert list(lost) == [(1, 1), (2, 1), (2, 2), (3, 2), (4, 2)], f"{lost}\n{deployment.logs()}"
     assert " holds, as root mean square, 9e+05, far above the server's and the round's median" in lost[1, 1]
-    assert lost[2, 1].startswith("samples is 1e+12, more than twice ")
-    assert lost[2, 2].startswith(f"{name} has shape ")
     # whichever comes first: the deadline at the server or the SuperLink, or the time after which Flower takes a
     # silent node for gone
     late = {f"no answer within {seconds} s", "no answer in time"}
-    assert lost[3, 1] in late | {"its node is no longer connected"}
-    assert lost[3, 2] in late
-    assert " pieces, more than 1000, the most that the SuperLink takes" in lost[4, 2]
-    assert "its answer is larger than " in lost[5, 2]
-    replay(noisy(**AVERAGED, rounds=5), tmp_path / "replayed", {1: {1}, 2: {1, 2}, 3: {1, 2}, 4: {2}, 5: {2}})
-    state = "checkpoints/server.round-00005.safetensors"
+    assert lost[2, 1] in late | {"its node is no longer connected"}
+    assert lost[2, 2] in late
+    assert " pieces, more than 1000, the most that the SuperLink takes" in lost[3, 2]
+    assert "its answer is larger than " in lost[4, 2]
+    replay(noisy(**AVERAGED, rounds=4), tmp_path / "replayed", {1: {1}, 2: {1, 2}, 3: {2}, 4: {2}})
+    state = "checkpoints/server.round-00004.safetensors"
     assert (output / state).read_bytes() == (tmp_path / "replayed" / state).read_bytes()
 
     for intruder in ("unknown", "misled"):

@@ -29,38 +29,10 @@ from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.engines.every_tensor import assert_same
-from tests.fedssl.engines.flower.loop_grid import (
-    KINDS,
-    FaultsByRound,
-    LoopGrid,
-    Prepare,
-    after_training,
-    changed,
-    run_on,
-    silent,
-    start,
-    write_sites,
-)
+from tests.fedssl.engines.flower.loop_grid import KINDS, LoopGrid, Prepare, after_training, changed, silent, write_sites
 from tests.fedssl.engines.flower.test_wire import mappings
-from tests.fedssl.engines.short_runs import SMALL, contents, metric, results, stopped_before_commit
+from tests.fedssl.engines.short_runs import SMALL, SMALL_ALIGNED, contents, results, stopped_before_commit
 from tests.fedssl.models.test_weights import drawn
-
-
-@pytest.mark.parametrize("kind", ["lw_fedssl", "hetero_ssfl, bfloat16"])
-def test_simulated_the_run_is_the_one_in_this_process_bit_for_bit(kind, finished, tiny, tmp_path, monkeypatch):
-    """With its answers on the server's disk, where otherwise only large ones go."""
-    kept: list[Message] = []
-    monkeypatch.setattr(wire, "_SMALL_ANSWER", 0)
-    monkeypatch.setattr(
-        "fedssl.engines.flower.server.on_disk",
-        lambda message, folder: kept.append(on_disk(message, folder)) or kept[-1],
-    )
-    recipe = tiny(**KINDS[kind])
-    run_on(recipe, *start(recipe, tmp_path / "b"))
-    assert contents(tmp_path / "b") == contents(finished(recipe))
-    assert len(mappings(tmp_path / "b")) == sum(bool(message.tensors) for message in kept)
-    widened = [m for m in kept if all(t.dtype == torch.float32 for t in m.tensors.values() if t.is_floating_point())]
-    assert len(widened) == (len(kept) / 2 if "bfloat16" in kind else len(kept)) > 0
 
 
 def images_in(data: bytes, images: torch.Tensor) -> int:
@@ -77,68 +49,69 @@ def bytes_of(messages: list[FlowerMessage]) -> bytes:
     return b"".join(part.deflate() for message in messages for part in get_all_nested_objects(message).values())
 
 
-SITES = ["hetero_ssfl", "hetero_ssfl, int8", "lw_fedssl, bfloat16", "fedu2", "one_optimizer", "personal"]
+SITES = ["hetero_ssfl, int8", "lw_fedssl, bfloat16", "fedu2", "one_optimizer", "personal"]
 
 
 @pytest.mark.parametrize("kind", SITES)
-def test_sites_keep_their_states_and_no_image_or_label_leaves_them(kind, finished, quick, tiny, tmp_path):
-    recipe, alone = quick(**KINDS[kind]), finished(tiny(**KINDS[kind]))
-    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
-    assert run_on(recipe, directory, grid) == []
+def test_sites_keep_their_states_and_no_image_or_label_leaves_them(kind, finished, begin, tiny, tmp_path, monkeypatch):
+    """The run is the one in this process, bit for bit. Small answers go to the server's disk too."""
+    kept: list[Message] = []
+    monkeypatch.setattr(wire, "_SMALL_ANSWER", 0)
+    monkeypatch.setattr(
+        "fedssl.engines.flower.server.on_disk",
+        lambda message, folder: kept.append(on_disk(message, folder)) or kept[-1],
+    )
+    run, alone = begin(write_sites(tmp_path), **KINDS[kind]), finished(tiny(**KINDS[kind]))
+    assert run.go() == []
     for name in ("metrics.csv", "spectrum.csv", "partition.csv", "checkpoints/server.round-00002.safetensors"):
-        assert (alone / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert (alone / name).read_bytes() == (run.path / name).read_bytes()
     for k in range(3):
         [*_, newest] = sorted((tmp_path / f"state{k}" / "run").glob("client-*.safetensors"))
         assert newest.read_bytes() == (alone / "checkpoints" / newest.name).read_bytes()
-    assert not list((tmp_path / "b" / "checkpoints").glob("client*"))
+    assert not list((run.path / "checkpoints").glob("client*"))
     with pytest.raises(UserError, match="client 0's model is at its own site"):
-        directory.client_state(0)
-    federation = build_federation(recipe)
-    assert len(grid.sent) >= 6
-    assert images_in(bytes_of(grid.sent), federation.dataset.train_images) == 0
+        run.directory.client_state(0)
+    federation = build_federation(run.recipe)
+    assert len(run.grid.sent) >= 6
+    assert images_in(bytes_of(run.grid.sent), federation.dataset.train_images) == 0
     labels = federation.dataset.train_labels[federation.client_rows[0]]
-    assert labels.numpy().tobytes() not in bytes_of(grid.sent)
+    assert labels.numpy().tobytes() not in bytes_of(run.grid.sent)
+    assert len(mappings(run.path)) == sum(bool(message.tensors) for message in kept)
+    widened = [m for m in kept if all(t.dtype == torch.float32 for t in m.tensors.values() if t.is_floating_point())]
+    assert len(widened) == (len(kept) / 2 if "bfloat16" in kind else len(kept)) > 0
 
 
 def test_this_search_finds_images_in_a_message():
-    images = random_pixels(5, 8, 8)
-    records = to_records(Message({"batch": torch.from_numpy(images).float() / 255}))
-    assert (
-        images_in(bytes_of([FlowerMessage(records, dst_node_id=1, message_type="train")]), torch.from_numpy(images))
-        == 5
-    )
+    images = torch.from_numpy(random_pixels(5, 8, 8))
+    message = FlowerMessage(to_records(Message({"batch": images.float() / 255})), dst_node_id=1, message_type="train")
+    assert images_in(bytes_of([message]), images) == 5
 
 
-def test_interrupted_between_rounds_the_run_continues_from_the_same_states(finished, quick, tiny, tmp_path):
-    recipe = quick(**KINDS["hetero_ssfl"])
-    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+def test_interrupted_between_rounds_the_run_continues_from_the_same_states(finished, begin, tiny, tmp_path):
+    run = begin(write_sites(tmp_path), **SMALL_ALIGNED)
     with stopped_before_commit(2):
-        run_on(recipe, directory, grid)
-    directory = RunDirectory.open(tmp_path / "b")
-    assert directory.checkpoint.round == 1  # round 2 was trained at the sites, and is trained again
-    directory.roll_back()
-    run_on(recipe, directory, grid)
-    alone = finished(tiny(**KINDS["hetero_ssfl"]))
-    assert (alone / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
+        run.go()
+    assert RunDirectory.open(run.path).checkpoint.round == 1  # round 2 was trained at the sites, and is trained again
+    run.go()
+    alone = finished(tiny(**SMALL_ALIGNED))
+    assert (alone / "metrics.csv").read_bytes() == (run.path / "metrics.csv").read_bytes()
 
 
-def test_sites_keep_the_states_to_which_a_run_may_go_back(quick, tmp_path):
-    """Client 1 answers the third round no more, nor after it."""
-    recipe = quick(**KINDS["hetero_ssfl"], rounds=5)
-    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
-    faults = {number: silent(12) for number in (3, 4, 5)}
-    run_on(recipe, directory, grid, FaultsByRound(grid, faults))
-    whole = results(tmp_path / "b")
-    for number in (3, 4):
-        run = fedssl.resume(tmp_path / "b", from_round=number)
-        assert (run.finished, run.last_round) == (False, number)
-        run_on(recipe, RunDirectory.open(tmp_path / "b"), grid, FaultsByRound(grid, faults))
-        assert results(tmp_path / "b") == whole
+def test_sites_keep_the_states_to_which_a_run_may_go_back(begin, tmp_path):
+    """Client 1 answers the second round no more, nor after it."""
+    run = begin(write_sites(tmp_path), **SMALL_ALIGNED, rounds=4)
+    faults = {number: silent(12) for number in (2, 3, 4)}
+    run.go(faults)
+    whole = results(run.path)
+    back = fedssl.resume(run.path, from_round=2)
+    assert (back.finished, back.last_round) == (False, 2)
+    run.go(faults)
+    assert results(run.path) == whole
     kept = {
         k: sorted(int(file.name[18:23]) for file in tmp_path.glob(f"state{k}/*/client-*.safetensors")) for k in (0, 1)
     }
-    assert kept[1] == [0, 1, 2]
-    assert {3, 4, 5} <= {*kept[0]} < {*range(6)}
+    assert kept[1] == [0, 1]
+    assert {2, 3, 4} <= {*kept[0]} < {*range(5)}
 
 
 # Answers that do not count
@@ -201,82 +174,65 @@ LEFT_OUT: list[tuple[Prepare, str]] = [
     (changed(lambda content: content["answer"].pop("round")), ANOTHERS),
     (changed(lambda content: content["answer"].update(client=1.5)), ANOTHERS),
 ]
-#: of an answer that is read and refused
-REFUSED: list[tuple[Prepare, str]] = [
-    (after_training(spoil), r"online\.\S+ holds NaN"),
-    (
-        after_training(lambda reply: reply.metrics.update(bytes_up=1.0)),
-        "the metric bytes_up has a name that only the .*",
-    ),
-    (
-        after_training(lambda reply: reply.metrics.update({f"m{i}": 1.0 for i in range(1000)})),
-        "it has 100. numbers and metrics, more .*",
-    ),
-]
+#: an answer that is read and refused
+REFUSED: tuple[Prepare, str] = (after_training(spoil), r"online\.\S+ holds NaN")
 
 
-def test_an_answer_that_is_missing_or_broken_is_named_and_does_not_count(quick, tmp_path):
+def test_an_answer_that_is_missing_or_broken_is_named_and_does_not_count(begin):
     """The first round is sound; in each of the others something else happens to client 1's answer."""
 
     def lose_state(grid: LoopGrid, patch: pytest.MonkeyPatch) -> None:
-        for file in (tmp_path / "b" / "checkpoints").glob("client-0001.round-*"):
+        for file in (run.path / "checkpoints").glob("client-0001.round-*"):
             file.unlink()
 
-    faults = [*REFUSED, *LEFT_OUT, (lose_state, ".* cannot be read as a checkpoint.*")]
-    recipe = quick(**AVERAGED | SMALL, rounds=1 + len(faults), guard={"minimum_answers": 2}, clients_per_round=3)
-    directory, grid = start(recipe, tmp_path / "b")
-    by_round = {number: prepare for number, (prepare, _) in enumerate(faults, start=2)}
-    warnings = run_on(recipe, directory, grid, FaultsByRound(grid, by_round))
-    assert len(warnings) == len(faults)
-    refused_file = (tmp_path / "b" / "refused.csv").read_text().replace('"', "")
-    for number, ((_, told), warning) in enumerate(zip(faults, warnings, strict=True), start=2):
-        refused = number < 2 + len(REFUSED)
-        who, kinds = ("the answer of client 1", [1, 0]) if refused else ("client 1", [0, 1])
+    faults = [REFUSED, *LEFT_OUT, (lose_state, ".* cannot be read as a checkpoint.*")]
+    later = range(2, 2 + len(faults))
+    run = begin(**AVERAGED | SMALL, rounds=later[-1], guard={"minimum_answers": 2}, clients_per_round=3)
+    warnings = run.go({number: prepare for number, (prepare, _) in zip(later, faults, strict=True)})
+    refused_file = (run.path / "refused.csv").read_text().replace('"', "")
+    for number, (_, told), warning in zip(later, faults, warnings, strict=True):
+        who, kinds = ("the answer of client 1", [1, 0]) if number == 2 else ("client 1", [0, 1])
         assert re.fullmatch(f"round {number}: {who} is left out: {told}", warning)
         assert f"{number},1,{warning.partition(' is left out: ')[2]}\n" in refused_file
-        assert [len(metric(tmp_path / "b", kind, number)) for kind in ("refused", "missing")] == kinds
-        assert metric(tmp_path / "b", "answers", number) == {"global": 2.0}
-        assert metric(tmp_path / "b", "bytes_up", number).keys() == {"0", "2"}
-    assert [directory.client_rounds.get(k) for k in range(3)] == [recipe.rounds, 1, recipe.rounds]
+        assert [len(run.metric(kind, number)) for kind in ("refused", "missing")] == kinds
+        assert run.metric("answers", number) == {"global": 2.0}
+        assert run.metric("bytes_up", number).keys() == {"0", "2"}
+    assert [run.directory.client_rounds.get(k) for k in range(3)] == [later[-1], 1, later[-1]]
     # what it trained in those rounds is undone, for the server does not have it
-    starts = {(task["client"], task["round"]): task["start"] for task in grid.tasks if "start" in task}
-    assert [starts[1, number] for number in range(2, recipe.rounds + 1)] == [1] * len(faults)
-    assert [starts[0, number] for number in range(2, recipe.rounds + 1)] == [*range(1, recipe.rounds)]
+    starts = {(task["client"], task["round"]): task["start"] for task in run.grid.tasks if "start" in task}
+    assert [starts[1, number] for number in later] == [1] * len(faults)
+    assert [starts[0, number] for number in later] == [number - 1 for number in later]
 
 
-def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(quick, tmp_path, monkeypatch):
-    recipe = quick(**FEDU2 | SMALL, rounds=1)
-    directory, grid = start(recipe, tmp_path / "b")
-    after_training(lambda reply: reply.metrics.update(eua_weight=123.0))(grid, monkeypatch)
-    assert run_on(recipe, directory, grid) == []
-    rows = [row for row in directory.read_metrics() if row[2] == "eua_weight"]
-    assert [row[1] for row in rows] == ["0", "1", "2"]
-    assert sum(row[3] for row in rows) == pytest.approx(1)
+def test_what_the_servers_parts_log_of_a_client_no_client_says_itself(begin):
+    run = begin(**FEDU2 | SMALL, rounds=1)
+    assert run.go({1: after_training(lambda reply: reply.metrics.update(eua_weight=123.0))}) == []
+    weights = run.metric("eua_weight", 1)
+    assert weights.keys() == {"0", "1", "2"}
+    assert sum(weights.values()) == pytest.approx(1)
 
 
 # An answer to another round, or of another client, counts nowhere
 
 
-CLIENT, OTHER = 1, 0
 Key = tuple[int, int]  # client and round
 
 
-def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict]:
-    """Let the server get, in place of one client's answers in one round, those that `taken` gave before.
+def swap_answers(grid: LoopGrid, kind: str, swaps: dict[Key, Key]) -> list[dict]:
+    """Let the server get, in place of one client's answers in one round, those that another one gave before.
 
     Returns the records that came in their place, filled while the run goes on. Messages of other kinds pass.
     """
-    given: list[dict] = []
+    given: dict[Key, dict] = {}
     replaced: list[dict] = []
 
     def tamper(node: int, reply: FlowerMessage) -> None:
         if reply.metadata.message_type != kind:
             return
         key = reply.content["answer"]["client"], reply.content["answer"]["round"]
-        if key == taken:
-            given.append(dict(reply.content))
-        elif key == place:
-            replaced.append(given[len(replaced)])
+        given[key] = dict(reply.content)
+        if key in swaps:
+            replaced.append(given[swaps[key]])
             reply.content.clear()
             reply.content.update(replaced[-1])
 
@@ -284,28 +240,19 @@ def swap_answers(grid: LoopGrid, kind: str, place: Key, taken: Key) -> list[dict
     return replaced
 
 
-@pytest.mark.parametrize(
-    ("method", "place", "taken"),
-    [
-        (AVERAGED, (CLIENT, 2), (CLIENT, 1)),  # late, from the round before
-        (FEDU2, (CLIENT, 2), (OTHER, 2)),  # another client's, twice in the mean
-        (ALIGNED, (CLIENT, 0), (OTHER, 0)),  # in the opening round
-    ],
-    ids=["late", "another's", "opening"],
-)
-def test_the_round_goes_on_as_if_no_answer_had_come(method, place, taken, quick, tmp_path):
-    client, number = place
-    recipe = quick(**method | SMALL)
-    directory, grid = start(recipe, tmp_path / "swapped")
-    replaced = swap_answers(grid, "train", place, taken)
-    [warning] = run_on(recipe, directory, grid)
-    assert len(replaced) == 1
-    assert warning.startswith(f"round {number}: client {client} is left out: ")
-    assert metric(tmp_path / "swapped", "missing", number) == {str(client): 1.0}
-    without, grid = start(recipe, tmp_path / "without")
-    run_on(recipe, without, grid, FaultsByRound(grid, {number: silent(11 + client)}))
-    assert_same(directory.server_state(), without.server_state())
-    assert [directory.client_rounds.get(k) for k in range(3)] == [without.client_rounds.get(k) for k in range(3)]
+def test_the_round_goes_on_as_if_no_answer_had_come(begin):
+    """In the opening round client 1's answer is another's, and in the second round it is late, from the one before."""
+    run, without = (begin(**ALIGNED | SMALL, folder=folder) for folder in ("swapped", "without"))
+    replaced = swap_answers(run.grid, "train", {(1, 0): (0, 0), (1, 2): (1, 1)})
+    warnings = run.go()
+    assert len(replaced) == 2
+    for number, warning in zip((0, 2), warnings, strict=True):
+        assert warning.startswith(f"round {number}: client 1 is left out: ")
+        assert run.metric("missing", number) == {"1": 1.0}
+    without.go({0: silent(12), 2: silent(12)})
+    assert_same(run.directory.server_state(), without.directory.server_state())
+    rounds, others = ([one.directory.client_rounds.get(k) for k in range(3)] for one in (run, without))
+    assert rounds == others
 
 
 @pytest.mark.parametrize(
@@ -316,62 +263,52 @@ def test_the_round_goes_on_as_if_no_answer_had_come(method, place, taken, quick,
     ],
 )
 def test_a_client_that_is_far_slower_than_the_others_is_named_and_not_waited_for_if_so_told(
-    grace, told, quick, tmp_path, monkeypatch
+    grace, told, begin, monkeypatch
 ):
     """It answers just before the deadline of 100 seconds."""
-    recipe = quick(**AVERAGED | SMALL, rounds=1)
-    recipe = recipe.model_copy(update={"flower": recipe.flower.model_copy(update={"grace": grace})})
-    directory, grid = start(recipe, tmp_path / "b")
-    began = {}
+    run, began = begin(**AVERAGED | SMALL, rounds=1, flower={"grace": grace}), {}
 
     def pull(names):
-        now = messenger.time.monotonic()
-        name = next(iter(names))
-        late = (
-            name in grid.replies
-            and grid.replies[name].metadata.src_node_id == 12
-            and "tensors" in str(list(grid.replies[name].content))
-        )
-        return [] if late and now - began.setdefault(name, now) < 95 else LoopGrid.pull_messages(grid, names)
+        now, name = messenger.time.monotonic(), next(iter(names))
+        reply = run.grid.replies.get(name)
+        late = reply is not None and reply.metadata.src_node_id == 12 and "tensors" in reply.content
+        return [] if late and now - began.setdefault(name, now) < 95 else LoopGrid.pull_messages(run.grid, names)
 
-    monkeypatch.setattr(grid, "pull_messages", pull)
-    [warning] = run_on(recipe, directory, grid)
+    monkeypatch.setattr(run.grid, "pull_messages", pull)
+    [warning] = run.go()
     assert re.match(f"round 1: {told}", warning)
-    assert metric(tmp_path / "b", "missing", 1) == ({} if grace is None else {"1": 1.0})
+    assert run.metric("missing", 1) == ({} if grace is None else {"1": 1.0})
 
 
-def test_a_client_that_was_not_waited_for_is_not_asked_alone_for_its_evaluation(quick, tmp_path, monkeypatch):
+def test_a_client_that_was_not_waited_for_is_not_asked_alone_for_its_evaluation(begin):
     """Nobody's time would say how long to wait for it: it could take all of flower.round_seconds."""
-    recipe = quick(**SMALL, rounds=1)
-    recipe = recipe.model_copy(update={"flower": recipe.flower.model_copy(update={"grace": 3.0})})
-    directory, grid = start(recipe, tmp_path / "b")
-    monkeypatch.setattr(grid, "silent", {12})
-    warnings = run_on(recipe, directory, grid)
+    run = begin(**SMALL, rounds=1, flower={"grace": 3.0})
+    run.grid.silent = {12}
+    warnings = run.go()
     assert "round 1: client 1 is left out: no answer within 60 s" in warnings
     assert warnings[-1] == "round 1: client 1 is not evaluated: no answer within 60 s"
 
 
-def test_an_evaluation_of_another_client_or_of_too_many_measures_does_not_count(quick, tmp_path):
+def test_an_evaluation_of_another_client_or_of_too_many_measures_does_not_count(begin):
     """Without weights that travel every client's own model is measured: before the first round, and in its answer."""
-    recipe = quick(**SMALL, rounds=1)
-    directory, grid = start(recipe, tmp_path / "run")
-    swap_answers(grid, "evaluate", (CLIENT, 0), (OTHER, 0))
-    note = grid.tamper
+    run = begin(**SMALL, rounds=1)
+    swap_answers(run.grid, "evaluate", {(1, 0): (0, 0)})
+    swap = run.grid.tamper
 
     def tamper(node: int, reply: FlowerMessage) -> None:
-        note(node, reply)
-        if (node, reply.metadata.message_type) == (11 + CLIENT, "train"):
+        swap(node, reply)
+        if (node, reply.metadata.message_type) == (12, "train"):
             reply.content["numbers"].update({f"evaluation/fine_tune_{i}": 1.0 for i in range(5_000)})
 
-    grid.tamper = tamper
-    warnings = run_on(recipe, directory, grid)
+    run.grid.tamper = tamper
+    warnings = run.go()
     assert [warning.partition(": its ")[0] for warning in warnings] == [
-        f"round {number}: client {CLIENT} is not evaluated" for number in (0, 1)
+        f"round {number}: client 1 is not evaluated" for number in (0, 1)
     ]
     assert "more than 100" in warnings[1]
     for number in (0, 1):
-        assert metric(tmp_path / "run", "knn", number).keys() == {"0", "2", "mean"}
-    assert directory.client_rounds.get(CLIENT) == 1  # its training counts
+        assert run.metric("knn", number).keys() == {"0", "2", "mean"}
+    assert run.directory.client_rounds.get(1) == 1  # its training counts
 
 
 # The apps
@@ -384,21 +321,21 @@ def serve(recipe: Recipe, folder: Path, grid) -> None:
     app(grid, Context(1, 1, {}, RecordDict(), {"output": str(folder / "run")}))
 
 
-def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_holds_what(quick, tmp_path, capsys):
-    recipe = quick(**AVERAGED, partition={"name": "sites", "clients": 3}, guard={"minimum_answers": 2})
+def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_holds_what(begin, tmp_path, capsys):
     own = {k: {"data": {"name": "digits", "train_limit": limit}} for k, limit in enumerate((30, 4, 20))}
-    _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path, own=own))
-    looks = grid.get_node_ids
-    for nodes, told in (
+    sites, partition = write_sites(tmp_path, own=own), {"name": "sites", "clients": 3}
+    nodes = begin(sites, "nodes", **AVERAGED, partition=partition, guard={"minimum_answers": 2})
+    looks = nodes.grid.get_node_ids
+    for connected, told in (
         ([], "0 of 3 clients .* not connected: 0, 1, 2"),
         ([11, 12], "1 of 3 .*; node 12 is left out:"),
     ):
-        grid.get_node_ids = lambda nodes=nodes: nodes
+        nodes.grid.get_node_ids = lambda connected=connected: connected
         with pytest.raises(UserError, match=told):
-            serve(recipe, tmp_path, grid)
+            serve(nodes.recipe, tmp_path, nodes.grid)
         assert not (tmp_path / "run").exists()
-    grid.get_node_ids = looks
-    serve(recipe, tmp_path, grid)
+    nodes.grid.get_node_ids = looks
+    serve(nodes.recipe, tmp_path, nodes.grid)
     run = read_run(tmp_path / "run")
     assert run.finished
     assert (run.class_names, run.class_counts) == (["images"], [[30], [0], [20]])
@@ -411,18 +348,17 @@ def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_hol
     assert f"Next: fedssl report {tmp_path / 'run'}" in printed
 
 
-def test_a_sites_log_says_what_it_sent_and_why_the_server_left_it_out(quick, tmp_path, capsys, monkeypatch):
+def test_a_sites_log_says_what_it_sent_and_why_the_server_left_it_out(begin, tmp_path, capsys):
     """Client 1 sends NaN in two rounds, and client 2 is silent in the second; each is told its own reasons.
 
     In the third round client 0 counts in part: the run's folder says why, and it is not told that it was left out.
     """
-    recipe = quick(**AVERAGED | SMALL, rounds=4)
-    directory, grid = start(recipe, tmp_path / "b", write_sites(tmp_path))
+    run = begin(write_sites(tmp_path), **AVERAGED | SMALL, rounds=4)
     spoils = after_training(spoil)
     both: Prepare = lambda grid, patch: (spoils(grid, patch), silent(13)(grid, patch))  # noqa: E731
     far = after_training(lambda reply: [t.add_(5) for n, t in reply.tensors.items() if n.endswith("mean")], client=0)
-    run_on(recipe, directory, grid, FaultsByRound(grid, {1: spoils, 2: both, 3: far}))
-    number, client, reason = directory.read_refused()[-1]
+    run.go({1: spoils, 2: both, 3: far})
+    number, client, reason = run.directory.read_refused()[-1]
     assert (number, client) == (3, 0)
     assert reason.startswith("capped: its running statistics do not count: online.encoder.")
     lines = capsys.readouterr().out.splitlines()
@@ -430,27 +366,26 @@ def test_a_sites_log_says_what_it_sent_and_why_the_server_left_it_out(quick, tmp
     reasons = ["round 1: online", "round 1: online", "round 2: online", "round 2: no answer within 100 s"]
     assert [line.removeprefix("was left out of ").partition(".")[0] for line in told] == reasons
     sent = next(line for line in lines if " sends " in line and "weights" in line)
-    size = metric(tmp_path / "b", "bytes_up", 1)["0"]
+    size = run.metric("bytes_up", 1)["0"]
     assert sent.startswith(f"fedssl: this site sends {size / 1e6:.2f} MB: weights; the numbers samples, loss, ")
-    loss = metric(tmp_path / "b", "loss", 1)["0"]
-    assert f"fedssl: this site trained round 1 on 21 images: loss {loss:.4g}" in lines
+    assert f"fedssl: this site trained round 1 on 21 images: loss {run.metric('loss', 1)['0']:.4g}" in lines
 
 
-def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_nothing_else(quick, tmp_path, capsys):
+def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_nothing_else(begin, tmp_path, capsys):
     arrays = {f"x_{part}": random_pixels(60, 8, 8) for part in ("train", "test")}
     arrays |= {f"y_{part}": np.arange(60) % 10 for part in ("train", "test")}
     np.savez(tmp_path / "own.npz", **arrays)
     own = {"name": "npz", "path": str(tmp_path / "own.npz")}
     save_file(drawn("small_convnet").state_dict(), tmp_path / "w.safetensors")  # a run records their digest
-    model = {"weights": str(tmp_path / "w.safetensors")}
-    recipe = quick(**AVERAGED | SMALL | {"data": own}, model=model, guard={"minimum_answers": 3})
-    _, grid = start(recipe, tmp_path / "nodes", write_sites(tmp_path))
+    own = {"data": own, "model": {"weights": str(tmp_path / "w.safetensors")}, "guard": {"minimum_answers": 3}}
+    nodes = begin(write_sites(tmp_path), "nodes", **AVERAGED | SMALL | own)
+    recipe, grid, path = nodes.recipe, nodes.grid, tmp_path / "run"
     grid.silent = {12}
     told = r"round 1: 2 of 2 answers .*guard.minimum_answers is 3; client 1: no answer within"
     with pytest.raises(UserError, match=told):
         serve(recipe, tmp_path, grid)
-    assert RunDirectory.open(tmp_path / "run").checkpoint.round == 0  # what was committed is kept
-    before = contents(tmp_path / "run")
+    assert RunDirectory.open(path).checkpoint.round == 0  # what was committed is kept
+    before = contents(path)
     for change, told in (
         ({"rounds": 3}, r"another recipe: rounds is 2 in that run, but 3 in this app's recipe.*name another folder"),
         (
@@ -463,18 +398,17 @@ def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_noth
     np.savez(tmp_path / "own.npz", **arrays | {"x_test": 255 - arrays["x_test"]})
     with pytest.raises(UserError, match="have changed since the run began: the test set no longer has"):
         serve(recipe, tmp_path, grid)
-    assert contents(tmp_path / "run") == before
+    assert contents(path) == before
     np.savez(tmp_path / "own.npz", **arrays)
-    changed = {
-        "guard": recipe.guard.model_copy(update={"minimum_answers": 2}),
-        "flower": recipe.flower.model_copy(update={"round_seconds": 50, "connect_seconds": 5}),
-    }
-    serve(recipe.model_copy(update=changed), tmp_path, grid)
-    assert RunDirectory.open(tmp_path / "run").checkpoint.finished
-    kept = load_recipe(tmp_path / "run" / "recipe.yaml")
+    guard = recipe.guard.model_copy(update={"minimum_answers": 2})
+    flower = recipe.flower.model_copy(update={"round_seconds": 50, "connect_seconds": 5})
+    recipe = recipe.model_copy(update={"guard": guard, "flower": flower})
+    serve(recipe, tmp_path, grid)
+    assert RunDirectory.open(path).checkpoint.finished
+    kept = load_recipe(path / "recipe.yaml")
     assert (kept.guard.minimum_answers, kept.flower.round_seconds, kept.flower.connect_seconds) == (2, 50, 5)
-    assert "no answer within 50 s" in (tmp_path / "run" / "refused.csv").read_text()
-    serve(recipe.model_copy(update=changed), tmp_path, grid)
+    assert "no answer within 50 s" in (path / "refused.csv").read_text()
+    serve(recipe, tmp_path, grid)
     assert capsys.readouterr().out.endswith("run is finished already\n")
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
@@ -15,8 +14,9 @@ from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.engines.flower.messenger import Messenger
-from fedssl.engines.flower.site import SiteStates, evaluation_fault, site_federation
+from fedssl.engines.flower.site import SiteStates, site_federation
 from fedssl.engines.flower.site_options import SiteOptions, load_site
+from fedssl.engines.flower.wire import evaluation_fault
 from fedssl.errors import SendableError, UserError
 from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder
@@ -33,13 +33,9 @@ from tests.fedssl.engines.flower.loop_grid import (
     EQUAL,
     HUGE,
     SECURE,
-    FaultsByRound,
     Prepare,
-    WarningRecorder,
     after_training,
     assert_close,
-    run_on,
-    start,
     write_sites,
 )
 from tests.fedssl.engines.short_runs import metric
@@ -47,19 +43,17 @@ from tests.fedssl.export.finished_runs import write_images
 from tests.fedssl.models.test_weights import drawn
 
 
-def test_a_site_brings_its_own_images_and_architecture(quick, tmp_path):
-    recipe = quick(**ALIGNED, partition={"name": "sites", "clients": 3}, rounds=1)
-    federation = build_federation(recipe)
-    assert [len(rows) for rows in federation.client_rows] == [0, 0, 0]
+def test_a_site_brings_its_own_images_and_architecture(begin, tmp_path):
     data = {"name": "digits", "train_limit": 40, "test_limit": 60, "public_holdout": 30}
     sites = write_sites(tmp_path, own={1: {"architecture": "small_convnet_wide", "device": "cpu"}}, data=data)
-    own = site_federation(recipe, load_site(sites[1]))
+    run = begin(sites, **ALIGNED, partition={"name": "sites", "clients": 3}, rounds=1)
+    federation, own = build_federation(run.recipe), site_federation(run.recipe, load_site(sites[1]))
+    assert [len(rows) for rows in federation.client_rows] == [0, 0, 0]
     assert [len(rows) for rows in own.client_rows] == [0, 40, 0]
     assert own.recipe.architecture_of(1) == "small_convnet_wide"
     assert own.recipe.architecture_of(0) == federation.recipe.architecture_of(0)
-    directory, grid = start(recipe, tmp_path / "b", sites)
-    assert run_on(recipe, directory, grid) == []
-    assert metric(tmp_path / "b", "knn", 1).keys() == {"0", "1", "2", "mean"}
+    assert run.go() == []
+    assert run.metric("knn", 1).keys() == {"0", "1", "2", "mean"}
 
 
 @pytest.mark.parametrize(
@@ -96,22 +90,19 @@ def test_the_runs_name_cannot_leave_the_sites_folder(quick, tmp_path):
         states("../elsewhere")
 
 
-@pytest.mark.parametrize("privacy", ["plain", "secure", "noisy"])
-def test_of_an_encoder_that_trains_in_part_each_site_reads_the_rest_itself(privacy, quick, tiny, tmp_path):
-    """The run is that of one process, and a site with other weights is refused."""
+def test_of_an_encoder_that_trains_in_part_each_site_reads_the_rest_itself(begin, tiny, tmp_path):
+    """The run is that of one process, also with Flower's privacy, and a site with other weights is refused."""
     save_file(drawn("small_convnet").state_dict(), tmp_path / "w.safetensors")
-    model = {"weights": str(tmp_path / "w.safetensors"), "train": "last:1"}
-    secure, dp = SECURE if privacy == "secure" else None, HUGE if privacy == "noisy" else None
-    recipe = quick(**EQUAL, model=model, secure=secure, dp=dp, rounds=1)
-    directory, grid = start(recipe, tmp_path / "sites", write_sites(tmp_path))
-    assert run_on(recipe, directory, grid) == []
-    in_process.run(tiny(**EQUAL, model=model, rounds=1), tmp_path / "here")
-    assert_close(tmp_path / "here", tmp_path / "sites", atol=1e-6)
-    down = [metric(tmp_path / name, "bytes_down", 1)["0"] for name in ("here", "sites")]
-    assert down[0] == down[1]
+    method = EQUAL | {"model": {"weights": str(tmp_path / "w.safetensors"), "train": "last:1"}, "rounds": 1}
+    here, sites = in_process.run(tiny(**method), tmp_path / "here").path, write_sites(tmp_path)
+    for folder, privacy in (("plain", {}), ("secure", {"secure": SECURE}), ("noisy", {"dp": HUGE})):
+        run = begin(sites, folder, **method, **privacy)
+        assert run.go() == []
+        assert_close(here, run.path, atol=1e-6)
+        assert metric(here, "bytes_down", 1)["0"] == run.metric("bytes_down", 1)["0"]
     save_file(drawn("small_convnet", seed=2).state_dict(), tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="holds other weights than those recorded"):
-        site_federation(load_recipe(directory.path / "recipe.yaml"), load_site(tmp_path / "site0.yaml"))
+        site_federation(load_recipe(run.path / "recipe.yaml"), load_site(sites[0]))
 
 
 def test_a_site_takes_the_weights_from_the_server_but_the_stem_and_kept_statistics_from_the_recipe(quick, tmp_path):
@@ -162,7 +153,7 @@ def test_measures_and_a_spectrum_that_no_model_has_are_refused(changes, fault):
         assert re.match(f"its evaluation('s| has| holds) {re.escape(fault)}", told), told
 
 
-def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkeypatch):
+def test_evaluations_and_registrations_may_be_small_only(begin, monkeypatch):
     """Before the first round each client's own model is evaluated; after it, in the answer to the training."""
     largest, collect = [], Messenger.collect
 
@@ -171,7 +162,7 @@ def test_evaluations_and_registrations_may_be_small_only(quick, tmp_path, monkey
         return collect(messenger, waiting, seconds, most, *patience)
 
     monkeypatch.setattr(Messenger, "collect", collect_and_note)
-    run_on(quick(rounds=1), *start(quick(rounds=1), tmp_path / "b"))
+    begin(rounds=1).go()
     *others, training = largest
     assert set(others) == {2**22}
     assert training >= 2**28
@@ -197,123 +188,92 @@ def sites(tmp_path) -> list[Path]:
     return write_sites(tmp_path, 2, own)
 
 
-def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_starts_from_it(quick, tmp_path, sites):
-    recipe = quick(**AVERAGED, **SITES, **NO_DATA)
-    federation = build_federation(recipe)
+def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_starts_from_it(
+    begin, quick, tmp_path, sites
+):
+    begun = begin(sites, **AVERAGED, **SITES, **NO_DATA)
+    federation = build_federation(begun.recipe)
     assert len(federation.dataset.train_images) == len(federation.dataset.test_images) == 0
-    directory, grid = start(recipe, tmp_path / "run", sites)
-    assert run_on(recipe, directory, grid) == []
-    run = read_run(tmp_path / "run")
+    assert begun.go() == []
+    run = read_run(begun.path)
     assert run.finished
     assert run.overall("loss").keys() == {1, 2}
     assert run.overall("effective_rank") == run.overall("knn") == {}
-    assert "there are no images" in write_report([tmp_path / "run"]).read_text()
+    assert "there are no images" in write_report([begun.path]).read_text()
     with pytest.raises(UserError, match=r"names no images to evaluate on \(data\.name=none\)"):
-        write_evaluation(tmp_path / "run")
-    with_data = quick(**AVERAGED, **SITES, data={"name": "digits", "test_limit": 60})
-    known, grid = start(with_data, tmp_path / "with_data", sites)
-    assert run_on(with_data, known, grid) == []
-    last, theirs = directory.server_state().tensors, known.server_state().tensors
+        write_evaluation(begun.path)
+    known = begin(sites, "with_data", **AVERAGED, **SITES, data={"name": "digits", "test_limit": 60})
+    assert known.go() == []
+    last, theirs = begun.directory.server_state().tensors, known.directory.server_state().tensors
     assert last.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in last.items())
 
-    folder = export_encoder(tmp_path / "run", tmp_path / "encoder")
+    folder = export_encoder(begun.path, tmp_path / "encoder")
     assert "at the clients' sites" in (folder / "README.md").read_text()
     embed_images(folder, tmp_path / "images0", tmp_path / "features.npz")
     with np.load(tmp_path / "features.npz") as arrays:
         assert arrays["features"].shape == (20, 128)
 
-    continued = quick(**AVERAGED, **SITES, **NO_DATA, model={"weights": str(folder)})
-    federation = build_federation(continued)
+    write_images(tmp_path / "labelled.npz")
+    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "labelled.npz")}}}
+    own = NO_DATA | {"model": {"weights": str(folder)}, "evaluation": evaluation}
+    continued = begin(sites, "continued", **AVERAGED, **SITES, **own)
+    federation = build_federation(continued.recipe)
     assert federation.method.global_model is not None
     first = federation.method.global_model.encoder.state_dict()
     assert all(torch.equal(tensor, last[f"online.encoder.{name}"]) for name, tensor in first.items())
     # the sites do not have the server's files: their weights come with the first message
     evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "only_at_the_server.npz")}}}
-    absent = quick(
-        **AVERAGED, **SITES, **NO_DATA, model={"weights": str(tmp_path / "only_at_the_server")}, evaluation=evaluation
-    )
-    at_site = site_federation(absent, load_site(sites[0]))
+    own = NO_DATA | {"model": {"weights": str(tmp_path / "only_at_the_server")}, "evaluation": evaluation}
+    at_site = site_federation(quick(**AVERAGED, **SITES, **own), load_site(sites[0]))
     assert (at_site.weights, at_site.downstream) == ({}, {})
-    write_images(tmp_path / "labelled.npz")
-    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "labelled.npz")}}}
-    continued = quick(**AVERAGED, **SITES, **NO_DATA, model={"weights": str(folder)}, evaluation=evaluation)
-    directory, grid = start(continued, tmp_path / "continued", sites)
-    assert run_on(continued, directory, grid) == []
-    run = read_run(tmp_path / "continued")
+    assert continued.go() == []
+    run = read_run(continued.path)
     assert run.finished
     for when in ("before", "after"):
         assert run.evaluated("downstream_other_knn", when) is not None
     assert run.evaluated("knn", "after") is None
-    header, row = write_evaluation(tmp_path / "continued").read_text().splitlines()
+    header, row = write_evaluation(continued.path).read_text().splitlines()
     assert header.split(",")[:2] == ["client", "downstream_other_knn"]
     assert float(row.split(",")[1]) == pytest.approx(run.evaluated("downstream_other_knn", "after"), abs=0.006)
 
 
-def test_sites_evaluate_the_models_that_they_keep(quick, tmp_path, sites):
-    recipe = quick(**(SITES | NO_DATA))
-    directory, grid = start(recipe, tmp_path / "run", sites)
-    assert run_on(recipe, directory, grid) == []
-    values = read_run(tmp_path / "run").values
+def test_sites_evaluate_the_models_that_they_keep(begin, sites):
+    run = begin(sites, **SITES, **NO_DATA)
+    assert run.go() == []
     for measure in ("effective_rank", "alignment", "uniformity"):
-        assert {who for number, who, metric in values if (number, metric) == (2, measure)} == {"0", "1", "mean"}
+        assert run.metric(measure, 2).keys() == {"0", "1", "mean"}
 
 
-def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(quick, tmp_path, sites):
-    recipe = quick(**(AVERAGED | SITES | NO_DATA), rounds=4)
-    directory, grid = start(recipe, tmp_path / "run", sites)
+def test_a_site_whose_images_change_during_a_run_is_left_out_and_named(begin, tmp_path, sites):
+    """Site 0's images move. Site 1 has another image in rounds 2 and 3, and its own again after them."""
+    run = begin(sites, **AVERAGED, **SITES, **NO_DATA, rounds=4)
     (tmp_path / "images0").rename(tmp_path / "moved")
-    moved = yaml.safe_load(sites[0].read_text())
-    sites[0].write_text(yaml.safe_dump(moved | {"data": moved["data"] | {"path": str(tmp_path / "moved")}}))
+    sites[0].write_text(sites[0].read_text().replace("images0", "moved"))
     file = tmp_path / "images1" / "03.png"
     before = file.read_bytes()
-
-    class Changes(WarningRecorder):
-        def round_ended(self, number: int, rows: object) -> None:
-            """Give site 1 another image after the first round, and its own again after the third."""
-            if number == 1:
-                save_array(file, random_pixels(9, 8, seed=7))
-            elif number == 3:
-                file.write_bytes(before)
-
-    progress = Changes()
-    run_on(recipe, directory, grid, progress)
+    other = lambda grid, patch: save_array(file, random_pixels(9, 8, seed=7))  # noqa: E731
+    warnings = run.go({2: other, 4: lambda grid, patch: file.write_bytes(before)})
     reason = "its data have changed since it began this run (client 1): put them back as they were"
-    assert progress.warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
+    assert warnings == [f"round {number}: client 1 is left out: {reason}" for number in (2, 3)]
 
 
 @pytest.mark.parametrize(
-    ("stored", "options", "expected"),
-    [
-        ("grey.png", {}, 3),
-        ("colour.png", {}, 1),
-        ("grey.npz", {}, 3),
-        ("colour.npz", {}, 1),
-        ("colour.npz", {"channels": 3}, 3),  # what the site's file says goes first
-    ],
+    ("channels", "options", "expected"),
+    [(1, {}, 3), (3, {}, 1), (3, {"channels": 3}, 3)],  # what the site's file says goes first
 )
 def test_a_site_brings_its_images_to_the_size_and_the_colours_that_the_recipe_says(
-    stored, options, expected, quick, tmp_path
+    channels, options, expected, quick, tmp_path
 ):
-    kind, name = stored.split(".")
-    pixels = random_pixels(9, 16, 16, *([3] if kind == "colour" else []))
-    data: dict = {"name": "images", "path": str(tmp_path / "own")}
-    if name == "png":
-        (tmp_path / "own").mkdir()
-        for number, one in enumerate(pixels):
-            save_array(tmp_path / "own" / f"{number}.png", one)
-    else:
-        data |= {"name": "npz", "path": str(tmp_path / "own.npz")}
-        np.savez(data["path"], x_train=pixels)
+    np.savez(tmp_path / "own.npz", x_train=random_pixels(9, 16, 16, channels))
     recipe = quick(**AVERAGED, **SITES, data=NONE | {"image_shape": [4 - expected if options else expected, 12, 12]})
-    (site,) = write_sites(tmp_path, 1, data=data | options)
+    (site,) = write_sites(tmp_path, 1, data={"name": "npz", "path": str(tmp_path / "own.npz")} | options)
     images = site_federation(recipe, load_site(site)).dataset.train_images[:]
     assert images.shape == (9, expected, 12, 12)
-    assert (images == images[:, :1]).all() == (kind == "grey" or expected == 1)
+    assert (images == images[:, :1]).all() == (channels == 1 or expected == 1)
 
 
-@pytest.mark.parametrize("digest", [True, False])
-def test_a_state_with_a_flipped_bit_is_not_used_and_one_of_an_earlier_version_is(digest, tmp_path):
+def test_a_state_with_a_flipped_bit_is_not_used_and_one_of_an_earlier_version_is(tmp_path):
     states = SiteStates(tmp_path, 1, prune=True)
     written = Message({"online.weight": torch.arange(9.0)}, {"a": 1.0})
     for number, kept in ((1, []), (2, [1]), (3, [2]), (2, [1])):
@@ -324,15 +284,14 @@ def test_a_state_with_a_flipped_bit_is_not_used_and_one_of_an_earlier_version_is
     data = bytearray(file.read_bytes())
     data[-2] ^= 1
     file.write_bytes(data)
-    if digest:
-        with pytest.raises(SendableError, match="its state of round 2 was changed since it was written, or is damaged"):
-            states.load(2)
-        file.unlink()
-        with pytest.raises(UserError, match=r"cannot be read as a checkpoint .*No such file"):
-            states.load(2)
-    else:
-        file.with_suffix(".sha256").unlink()
-        assert states.load(2).numbers == {"a": 1.0}
+    with pytest.raises(SendableError, match="its state of round 2 was changed since it was written, or is damaged"):
+        states.load(2)
+    digest = file.with_suffix(".sha256").rename(tmp_path / "digest")  # an earlier version wrote none
+    assert states.load(2).numbers == {"a": 1.0}
+    digest.rename(file.with_suffix(".sha256"))
+    file.unlink()
+    with pytest.raises(UserError, match=r"cannot be read as a checkpoint .*No such file"):
+        states.load(2)
 
 
 def test_a_site_that_is_killed_between_a_state_and_its_digest_goes_on(tmp_path, monkeypatch):
@@ -348,7 +307,7 @@ def test_a_site_that_is_killed_between_a_state_and_its_digest_goes_on(tmp_path, 
     assert states.load(1).numbers == {"a": 2.0}
 
 
-def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(quick, tmp_path, sites, capsys):
+def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(begin, tmp_path, sites, capsys):
     """A broken file and one exception a round, each of which names a patient; the site's own log has them."""
     name = "huber_maria_1961"
 
@@ -370,13 +329,12 @@ def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(quic
         7: (fails(SendableError("its weights are not finite")), "its weights are not finite"),
         8: (fails(RuntimeError(f"DefaultCPUAllocator: can't allocate memory for {name}")), "it ran out of memory"),
     }
-    recipe = quick(**(AVERAGED | SITES | NO_DATA), rounds=len(faults), guard={"minimum_answers": 1})
-    directory, grid = start(recipe, tmp_path / "run", sites)
-    warnings = run_on(recipe, directory, grid, FaultsByRound(grid, {k: fault for k, (fault, _) in faults.items()}))
+    method = AVERAGED | SITES | NO_DATA | {"rounds": len(faults), "guard": {"minimum_answers": 1}}
+    run, again = begin(sites, **method), begin(sites, "again", **method)
+    warnings = run.go({number: fault for number, (fault, _) in faults.items()})
     broken = tmp_path / "images1" / f"{name}.png"
     broken.write_bytes(b"no image")
-    again, second = start(recipe, tmp_path / "again", sites)
-    warnings += run_on(recipe, again, second, rounds=False)
+    warnings += again.register()
     log = capsys.readouterr().out
     for warning, told in zip(warnings, [told for _, told in faults.values()] + ["its data, settings or"], strict=False):
         assert f" is left out: {told}" in warning
@@ -384,11 +342,11 @@ def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(quic
             assert re.search(rf"failure {number[1]}: .*?{name}", log, re.DOTALL)
     assert len(log.split(name)) > len(faults)
     assert str(broken) in log
-    for reply in [*grid.sent, *second.sent]:
+    for reply in [*run.grid.sent, *again.grid.sent]:
         text = repr(reply.error) if reply.has_error() else repr(dict(reply.content.config_records))
         assert name not in text
         assert str(tmp_path) not in text
-    for file in (tmp_path / "run").rglob("*.csv"):
+    for file in run.path.rglob("*.csv"):
         assert name not in file.read_text()
 
 

@@ -62,10 +62,8 @@ COMPLEX = b"".join(safetensors_parts({"a": torch.ones(1, dtype=torch.complex64)}
     ("array", "names", "expected"),
     [
         (WHOLE[:-4], ["a", "b"], r"the message's tensors cannot be read \(Error while deserializing"),
-        (WHOLE + bytes(4), ["a", "b"], r"the message's tensors cannot be read \(Error while deserializing"),
         (LARGER, ["a", "b"], r"the message's tensors cannot be read \(Error while deserializing"),
         (b"", ["a", "b"], r"the message's tensors cannot be read \(Error while deserializing"),
-        (b"\xff" * 9, ["a", "b"], r"the message's tensors cannot be read \(Error while deserializing"),
         (None, ["a", "c"], r"the message's tensors cannot be read \('c'\)"),
         (None, 1, r"the message's tensors cannot be read \(.*not iterable"),
         (None, ["a"], "the message has tensors that it does not name"),
