@@ -134,8 +134,8 @@ def require_file_name(path: Path) -> None:
 def require_place(path: Path) -> None:
     """Raise a UserError where nothing can be made at `path`; it and folders above it may be missing."""
     place = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
-    with writing(path), tempfile.TemporaryFile(dir=place):
-        pass
+    with writing(path), tempfile.TemporaryFile(dir=place), suppress(FileNotFoundError):
+        os.lstat(place / path.name)  # which may be too long for a name, also where folders above it are missing
 
 
 def make_folder(path: Path, within_run: bool = False) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedssl import training
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import LocalRound
+from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models.model import Model, untouched_running_statistics
@@ -240,3 +241,14 @@ def test_a_network_whose_passes_depend_on_those_before_takes_one_view_after_the_
     model.online["projector"].append(layer)
     with model.views_at_a_time() as threads:
         assert (threads is not None) == at_a_time
+
+
+def test_a_second_derivative_is_refused(noisy, two_threads):
+    """In a sum with another term autograd would take it for zero."""
+    model, views = model_and_views(noisy)
+    with model.views_at_a_time():
+        outputs = model.outputs_of_views(views)
+        weights = list(model.online.parameters())
+        loss = sum(output.square().mean() for view in outputs for output in view)
+        with pytest.raises(UserError, match="no second derivative"):
+            torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
