@@ -46,8 +46,8 @@ from tests.fedssl.engines.flower.deployment import (
 )
 
 PAGE = Path(__file__).parents[3] / "docs" / "deploy.md"
-NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
-needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx-light")
+NGINX_PROGRAM = shutil.which("nginx", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
+needs_nginx = pytest.mark.skipif(NGINX_PROGRAM is None, reason="nginx is not installed: apt-get install nginx-light")
 
 #: the operator's interface, also written so that it may look like the sites' to one of the two servers that read it
 OPERATORS = (
@@ -291,7 +291,7 @@ class Proxied:
         server = {"port": self.port, "superlink": f"127.0.0.1:{self.inner}"}
         (folder / "nginx.conf").write_text(fill_template("fedssl.deploy", "nginx.conf.jinja", server=server))
         (folder / "nginx.sites").write_text(f'"{KEY}" hospital-a;\n')
-        self.nginx = [NGINX, "-p", str(folder), "-c", "nginx.conf"]
+        self.nginx = [NGINX_PROGRAM, "-p", str(folder), "-c", "nginx.conf"]
 
     def fleet(self, size: int = 9, **headers: str) -> int:
         """The HTTP status of a site's request."""
@@ -325,11 +325,6 @@ def proxied(request, tmp_path) -> Iterator[Proxied]:
         await send({"type": "http.response.body"})
 
     made = Proxied(tmp_path / "a folder {with} #signs;")
-    files = {"ssl_certfile": made.folder / "server.crt", "ssl_keyfile": made.folder / "server.key"}
-    server = uvicorn.Server(uvicorn.Config(app, port=made.inner, ws="none", lifespan="off", log_level="error", **files))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    poll(lambda: server.started, "the server listens")
     path = made.folder / "nginx.conf"
     for before, after in getattr(request, "param", {}).items():
         assert before in path.read_text()
@@ -337,6 +332,11 @@ def proxied(request, tmp_path) -> Iterator[Proxied]:
     checked = subprocess.run([*made.nginx, "-t"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     assert "warn" not in checked.stderr
+    files = {"ssl_certfile": made.folder / "server.crt", "ssl_keyfile": made.folder / "server.key"}
+    server = uvicorn.Server(uvicorn.Config(app, port=made.inner, ws="none", lifespan="off", log_level="error", **files))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    poll(lambda: server.started, "the server listens")
     nginx = subprocess.Popen([*made.nginx, "-g", "daemon off;"])
     poll(lambda: is_listening(made.port), "nginx listens")
     yield made
