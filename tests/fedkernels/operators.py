@@ -149,8 +149,9 @@ def between(query: Tensor, key: Tensor) -> dict[str, Tensor]:
 def left_out(query: Tensor, key: Tensor, negatives: Tensor, source: Any = fk, **options: Any) -> Tensor:
     """By label and by pair, beside positives by number."""
     labels = kinds.labels_of(query, classes=3), kinds.labels_of(key, negatives, classes=4)
-    ways = {"labels": labels, "excluded": kinds.mask_of(query, torch.cat([key, negatives]))}
-    return source.info_nce(query, key, **{"temperature": 0.3} | options, negatives=negatives, **ways)
+    excluded = kinds.labels_of(query, classes=7)[:, None] == kinds.labels_of(key, negatives)
+    ways = {"negatives": negatives, "labels": labels, "excluded": excluded}
+    return source.info_nce(query, key, **{"temperature": 0.3} | options, **ways)
 
 
 def by_offset(query: Tensor, key: Tensor, negatives: Tensor, source: Any = fk, **options: Any) -> Tensor:
