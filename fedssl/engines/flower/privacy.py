@@ -28,7 +28,7 @@ from .wire import flatten_weights, from_records, require_finite, to_records, unf
 def private_answer(
     options: FlowerOptions, message: FlowerMessage, context: Context, train: Callable[[], RecordDict]
 ) -> RecordDict:
-    """Return a client's answer to a round's message, protected as `options` say, which switch on one of both or both.
+    """Return a client's answer to a round's message, protected as `options` say, which ask for one or both.
 
     `options` are the site's own; nothing that the server asks for changes them. `train` returns the answer without
     protection; with secure aggregation it is called only in the stage that needs it.
