@@ -79,7 +79,7 @@ class Sweep(Options):
     trials: int = Field(..., ge=1, description="of each row; in a grid the number of its points")
     draw: Literal["random", "grid"] = Field("random", description="draw each value, or take all combinations")
     seed: int = Field(0, ge=0, description="decides what is drawn, and is the seed of the trials' runs")
-    metric: Literal["knn", "linear", "linear_auroc", "view_retrieval"] = Field(
+    metric: Literal["knn", "linear", "linear_0.01", "linear_0.1", "linear_auroc", "view_retrieval"] = Field(
         "knn", description="the trial with the highest value on the validation images is chosen"
     )
     ranges: Ranges = Field({}, description="for all rows: lists of values by key, such as training.learning_rate")
