@@ -75,6 +75,9 @@ def test_the_best_value_wins_and_of_equal_ones_the_first(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"leave data\.validation_fraction=0 out"):
         run_sweep(table, tmp_path, ["data.validation_fraction=0"], 1, lambda text: None)
     assert [row.settings["training"]["learning_rate"] for row in ran[-1].rows] == [RATES[2], RATES[0]]
+    few = load_table(write(tmp_path, {"metric": "linear_0.01"}))
+    with pytest.raises(UserError, match=r"linear_0\.01 is not measured: add 0\.01 to evaluation\.few_labels"):
+        run_sweep(few, tmp_path, ["evaluation.few_labels=[0.1]"], 1, lambda text: None)
     for label in ("other 0", "other 1", "other 2"):
         del values[label, "knn"]
     with pytest.raises(UserError, match="no trial of row 'other' has a value of knn"):
