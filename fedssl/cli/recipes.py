@@ -1,5 +1,7 @@
 """Commands that show what ships, or what a recipe will do. Those that only list or show import no torch, to be fast."""
 
+import itertools
+from collections import Counter
 from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Literal
@@ -131,7 +133,7 @@ def partition(
         make_folder(chart.absolute().parent)
         write_atomically(chart, png_bytes(draw_partition(counts, dataset.counted_as), kind))
         print_text(f"The chart is in {chart}")
-    print_next("run", recipe, overrides=overrides, trust=trust)
+    _print_next_run(recipe, loaded.engine, overrides, trust)
 
 
 def cost(
@@ -150,7 +152,8 @@ def cost(
 
     if rounds is not None:
         require_file_name(rounds)
-    costs = estimate(build_federation(load_recipe(recipe, overrides or (), trust=trust)))
+    loaded = load_recipe(recipe, overrides or (), trust=trust)
+    costs = estimate(build_federation(loaded))
     console.print(format_costs(costs), highlight=False)
     print_text(
         "Memory is that of the largest client's step: parameters, gradients, optimiser state and what the forward pass "
@@ -161,7 +164,7 @@ def cost(
         make_folder(rounds.absolute().parent)
         write_atomically(rounds, costs_as_csv(costs).encode())
         print_text(f"The figures of every round are in {rounds}")
-    print_next("run", recipe, overrides=overrides, trust=trust)
+    _print_next_run(recipe, loaded.engine, overrides, trust)
 
 
 def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = False) -> None:
@@ -178,7 +181,7 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
         print_text(text)
     if options is None and told:
         print_text("Such a recipe cannot have differential privacy, so no epsilon is counted (docs/privacy.md).")
-        print_next("run", recipe, overrides=overrides, trust=trust)
+        _print_next_run(recipe, loaded.engine, overrides, trust)
         return
     if options is None:
         raise UserError(
@@ -192,8 +195,9 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
     from ..federation import build_federation
 
     federation = build_federation(loaded)
-    parts = [federation.answering_clients(r, federation.sampled_clients(r)) for r in range(1, loaded.rounds + 1)]
-    rounds = {k: sum(k in clients for clients in parts) for k in range(loaded.partition.clients)}
+    parts = (federation.answering_clients(r, federation.sampled_clients(r)) for r in range(1, loaded.rounds + 1))
+    asked = Counter(itertools.chain.from_iterable(parts))
+    rounds = {k: asked[k] for k in range(loaded.partition.clients)}
     table = TextTable("rounds of", "clients", f"epsilon at delta {options.delta:g}")
     for count in sorted(set(rounds.values())):
         clients = ", ".join(str(k) for k in rounds if rounds[k] == count)
@@ -209,6 +213,9 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
         allowed, needed = rounds_within(options, budget, loaded.rounds), max(rounds.values())
         enough = "enough" if allowed >= needed else f"too little: a client is asked in {needed} rounds"
         print_text(f"flower.epsilon_budget {budget:g} allows {allowed} rounds of a client, which is {enough}.")
-    # engine flower is started from its app's folder
-    command = ["app", recipe, "app"] if loaded.engine == "flower" else ["run", recipe]
+    _print_next_run(recipe, loaded.engine, overrides, trust)
+
+
+def _print_next_run(recipe: str, engine: str, overrides: list[str] | None, trust: bool) -> None:
+    command = ["app", recipe, "app"] if engine == "flower" else ["run", recipe]  # started from its app's folder
     print_next(*command, overrides=overrides, trust=trust)

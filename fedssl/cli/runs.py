@@ -88,6 +88,7 @@ def run(
     if encoder is not None:
         require_new_folder(encoder)
     observers = [load_observer(file) for file in observer or ()]
+    changes: list[str] = []
     if resume is not None:
         if output or overwrite or minutes:
             raise UserError(
@@ -128,7 +129,10 @@ def run(
                 directory = engine_of(loaded).run(loaded, path, Observers([bars, *observers]), overwrite, **timed)
     except KeyboardInterrupt:
         if (path / "recipe.yaml").is_file() and path.stat().st_ino != replaced:
-            print_text(f"\nStopped. The last complete round is kept; continue with: fedssl run --resume {quoted(path)}")
+            words = ["fedssl", "run", "--resume", str(path), *changes, *(["--trust"] if trust else [])]
+            words += [word for file in observer or () for word in ("--observer", str(file))]
+            words += ["--encoder", str(encoder)] if encoder is not None else []
+            print_text(f"\nStopped. The last complete round is kept; continue with: {shlex.join(words)}")
         else:
             print_text("\nStopped before the run began; nothing was written.")
         raise Exit(130) from None

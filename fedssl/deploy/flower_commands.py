@@ -95,6 +95,8 @@ def fork(work: Callable[[], int]) -> int:
         code = work()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        code = 130
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -12,10 +12,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from ..engines.flower.site_keys import MANIFEST, SITES, key_fingerprint
-from ..errors import UserError, explained
+from ..errors import UserError
 from ..run_folder.storage import write_atomically, writing
 from ..templates import fill_template
-from ..untrusted import read_regular_file
 from . import certificates, keys
 from .certificates import Authority
 from .consortium import RENEWAL_DAYS, SERVER_FILE, Consortium
@@ -232,8 +231,7 @@ def _known_sites(folder: Path) -> list[str]:
             "lock out the sites, which trust the old one"
         )
     path = authority / "sites.txt"
-    with explained(f"{path} cannot be read"):
-        return read_regular_file(path, 2**20, own=True).decode().split() if path.exists() else []
+    return keys.read_file(path, "the list of sites").decode(errors="replace").split() if path.exists() else []
 
 
 def _fill(path: Path, template: str, **values: object) -> None:

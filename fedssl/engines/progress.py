@@ -76,7 +76,7 @@ class ProgressBars(Observer):
         self.bars.update(self.clients, status=text)
 
     def warn(self, text: str) -> None:
-        self.console.print(printable(text), highlight=False, markup=False)
+        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     inform = warn
 

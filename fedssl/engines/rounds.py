@@ -105,7 +105,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
 def _no_gain(recipe: Recipe, directory: RunDirectory) -> str | None:
     """Return that a run ends before its last round, because evaluations have found nothing better; else None."""
     patience, best, last = recipe.evaluation.patience, directory.checkpoint.best, directory.checkpoint.round
-    if patience is None or best is None:
+    if patience is None or best is None or not evaluation_due(recipe, last):
         return None
     later = {n for n, _, metric, _ in directory.read_metrics() if metric == "view_retrieval" and n > best.round}
     if len(later) < patience:
@@ -154,7 +154,7 @@ def _round(
     rows += answer_rows
     if number == 0:
         return server, rows, missing
-    rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in answering]
+    rows += [(number, str(k), "dropped", 1.0) for k in chosen if k not in asked]
     rows += [(number, str(k), "images", float(images[k])) for k in replies if k in images]
     epsilons = {k: epsilon for k, epsilon in clients.epsilons().items() if math.isfinite(epsilon)}  # inf: no noise
     rows += [(number, str(k), "epsilon", epsilon) for k, epsilon in epsilons.items()]

@@ -12,7 +12,9 @@ follows from the recipe's seed, which every site has, and metrics.csv names thos
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
+from functools import cache, partial
 
 import numpy as np
 from pydantic import Field
@@ -39,6 +41,7 @@ def noise_multiplier(privacy: LocalDP | FixedClipping) -> float:
     return privacy.noise_multiplier / 2
 
 
+@cache
 def epsilon_after(privacy: LocalDP | FixedClipping, rounds: int) -> float:
     """Return the epsilon that a client has spent after some rounds, at `privacy.delta`; infinite without noise."""
     try:
@@ -54,7 +57,7 @@ def epsilon_after(privacy: LocalDP | FixedClipping, rounds: int) -> float:
 
 def rounds_within(privacy: LocalDP | FixedClipping, budget: float, most: int) -> int:
     """Return how many rounds, at most `most`, a client can take part in within the budget of epsilon."""
-    return next((rounds for rounds in range(most) if epsilon_after(privacy, rounds + 1) > budget), most)
+    return bisect_right(range(1, most + 1), budget, key=partial(epsilon_after, privacy))
 
 
 class SpentRounds(Options):

@@ -167,12 +167,10 @@ class FlowerClients:
                 self._progress.warn(f"round {number}: client {k} is not evaluated: {fault}")
 
     def _task(self, client: int, number: int, evaluate: bool) -> ConfigRecord:
-        start = self._directory.client_rounds.get(client)
-        task: dict[str, Any] = {"run": self._connected.run, "client": client, "round": number}
-        task |= {"start": -1 if start is None else start, "evaluate": evaluate, "seconds": self._options.round_seconds}
-        if kept := self._directory.client_rounds_kept(client):
-            task["kept"] = kept
-        return ConfigRecord(task)
+        kept = self._directory.client_rounds_kept(client)
+        task: dict[str, Any] = {"run": self._connected.run, "client": client, "round": number, "evaluate": evaluate}
+        task |= {"start": kept[-1] if kept else -1, "seconds": self._options.round_seconds}
+        return ConfigRecord(task | ({"kept": kept} if kept else {}))
 
     def _exchange(
         self, kind: str, contents: Contents, number: int, read: Callable[[RecordDict], T], largest: int | None = None

@@ -7,13 +7,13 @@ cannot take part as another client than the one that the server's manifest gives
 from __future__ import annotations
 
 import base64
-import hashlib
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import load_pem_public_key, ssh_key_fingerprint
 from pydantic import Field, StringConstraints, model_validator
 
 from ...errors import UserError
@@ -58,8 +58,7 @@ def read_manifest(path: Path) -> KeyManifest:
 
 def key_fingerprint(key: EllipticCurvePublicKey) -> str:
     """Return a public key's fingerprint as `ssh-keygen -l` prints it: SHA256 and the digest in base64."""
-    blob = base64.b64decode(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).split()[1])
-    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+    return "SHA256:" + base64.b64encode(ssh_key_fingerprint(key, SHA256())).decode().rstrip("=")
 
 
 def bound_clients(grid: Any, path: Path) -> dict[int, int | str]:
