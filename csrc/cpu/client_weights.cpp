@@ -223,7 +223,7 @@ struct Solver {
         --chances;
       }
       for (int64_t i = 0; i < clients; ++i) {
-        // All that are wrong change sides; where that did not help, one does, which ends in any case (Murty 1974).
+        // All that are wrong change sides; where that did not help, one does, which ends in time (Murty 1974).
         if ((chances >= 0 || i == highest) && (positive[i] ? x[i] < below : w[i] < -1e-12 * right[i])) {
           positive[i] = !positive[i];
         }

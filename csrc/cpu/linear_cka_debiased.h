@@ -16,6 +16,8 @@ namespace {
 
 template <class T>
 constexpr double ROUNDING = sizeof(T) == 8 ? 2.220446049250313e-16 : 1.1920928955078125e-7;
+template <class T>
+constexpr int64_t MOST_ROUNDED = sizeof(T) == 8 ? 94906265 : 4096;  // sqrt(2 / ROUNDING), as in the reference
 
 // Block of the Gram matrix of representation p, from row i and column j on -> that of the U-centered one.
 template <class T>
@@ -50,8 +52,9 @@ double hsic(const Matrices<T>& matrices, int64_t i, int64_t j, bool in_sample_sp
 // The same of one with itself. What is not above the rounding of its products is that of a zero matrix.
 template <class T>
 double own_hsic(const Matrices<T>& matrices, int64_t i, bool in_sample_space) {
-  const double n = (double)matrices.rows, value = hsic(matrices, i, i, in_sample_space);
-  const double of_entries = 16 * ROUNDING<T> * matrices.traces[i], of_sums = (16 + n) * ROUNDING<T>;
+  const double value = hsic(matrices, i, i, in_sample_space);
+  const double of_entries = 16 * ROUNDING<T> * matrices.traces[i];
+  const double of_sums = (double)(16 + least(matrices.rows, MOST_ROUNDED<T>)) * ROUNDING<T>;
   return value <= (in_sample_space ? of_entries * of_entries : of_sums * matrices.norm(i)) ? 0.0 : value;
 }
 

@@ -140,7 +140,7 @@ struct Matrices {
     }
   }
 
-  int64_t buffer_size() const { return up(up(MOST_ROWS, TILE_ROWS) * widest, 16); }
+  int64_t buffer_size() const { return up(up(least(rows, MOST_ROWS), TILE_ROWS) * widest, 16); }
   T* buffer(int64_t worker) const { return buffers + worker * buffer_size(); }
 
   // Is the product of i <= j wanted?

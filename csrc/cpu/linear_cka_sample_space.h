@@ -23,6 +23,7 @@ struct SampleSpace {
     size = least(up(up(rows, 8) / 8, WIDE), MOST_ROWS);
     blocks = up(rows, size) / size;
     whole = kept ? memory.take<T>(count * rows * rows) : nullptr;
+    workers = least(workers, blocks);  // no more have something to do
     packed = memory.take<T>(workers * packed_room());
     grams = memory.take<T>(workers * count * gram_room());
     sums = memory.take<double>(blocks * count * count);

@@ -5,7 +5,8 @@
 
 namespace fedkernels {
 
-// Calls task(index, worker, context) for every index below count; worker tells threads apart, for their own memory.
+// Calls task(index, worker, context) for every index below count; worker, below count and workers, tells threads apart,
+// for their own memory.
 using RunTasks = void (*)(int64_t count, int64_t workers, void (*task)(int64_t index, int64_t worker, void* context),
                           void* context);
 

@@ -238,17 +238,60 @@ struct Problem {
     __syncthreads();
   }
 
+  // Lists the positive clients in `chosen`, and counts them. A barrier has to follow.
+  __device__ int choose(bool mine) {
+    int before = 0, count = 0;
+    for (int k = 0; k < clients; ++k) {
+      before += k < i && positive[k];
+      count += positive[k];
+    }
+    __syncthreads();  // the list of the round before has been read
+    if (mine) chosen[before] = i;
+    return count;
+  }
+
+  // Where pivoting runs out of rounds: Lawson and Hanson's active set method (1974), one client a round, from none.
+  __device__ bool one_by_one() {
+    double kept = 0;  // this client's part of a feasible x
+    __syncthreads();
+    if (real) positive[i] = 0;
+    __syncthreads();
+    for (int round = 0; round < 10 * clients; ++round) {
+      const bool mine = real && positive[i];
+      const int count = choose(mine);
+      x = 0;
+      __syncthreads();
+      if (!factorise(count)) return false;
+      correct(count, mine);
+      const double room = !mine || x > 0 ? infinite() : kept > 0 ? kept / (kept - x) : 0, reach = least(room);
+      if (reach < infinite()) {  // as far as x stays feasible; who becomes 0 leaves
+        const bool leaves = room == reach;
+        kept = leaves || !mine ? 0 : kept + reach * (x - kept);
+        if (leaves) positive[i] = 0;
+        __syncthreads();
+        continue;
+      }
+      kept = x;
+      complement();
+      const double noise = clients * EPSILON * greatest(x);
+      const double slope = mine || !real || w >= -1e-12 * right[i] - noise ? infinite() : w / right[i];
+      const double lowest = least(slope);
+      if (!(lowest < infinite())) {
+        sharpen(count, mine);
+        return true;
+      }
+      const double enters = greatest(slope == lowest ? i : -1);
+      if (i == enters) positive[i] = 1;
+      __syncthreads();
+    }
+    return false;
+  }
+
   __device__ bool pivot() {
     int fewest = clients + 1, chances = 3;
     for (int round = 0; round < 3 * clients + 50; ++round) {
-      int before = 0, count = 0;
-      for (int k = 0; k < clients; ++k) {
-        before += k < i && positive[k];
-        count += positive[k];
-      }
       const bool mine = real && positive[i];
-      __syncthreads();  // the list of the round before has been read
-      if (mine) chosen[before] = i;
+      const int count = choose(mine);
       x = 0;
       __syncthreads();
       if (!factorise(count)) return false;
@@ -271,11 +314,11 @@ struct Problem {
       } else {
         --chances;
       }
-      // All that are wrong change sides; where that did not help, one does, which ends in any case (Murty 1974).
+      // All that are wrong change sides; where that did not help, one does, which ends in time (Murty 1974).
       if (wrong && (chances >= 0 || i == highest)) positive[i] = !positive[i];
       __syncthreads();
     }
-    return false;
+    return ridge > 0 && one_by_one();
   }
 
   // -> this client's weight. Without a ridge: false where the optimum is not unique, or not reached to the tolerance.

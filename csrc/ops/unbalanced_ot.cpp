@@ -11,6 +11,8 @@ static Solutions unbalanced_ot_cpu(Tensor cost, Tensor a, Tensor b, double tau_a
                                    int64_t max_iterations, std::string method) {
   const TransportShapes shapes(cost, a, b);
   const int64_t rows = shapes.rows, columns = shapes.columns, problems = shapes.problems;
+  STD_TORCH_CHECK(method == "accelerated" || method == "interior_point" || method == "steepest",
+                  "method must be accelerated, interior_point or steepest");
   STD_TORCH_CHECK(columns < (int64_t{1} << 31) - TRANSPORT_GROUP, "cost must have fewer than 2^31 - 8 columns");
   const Array costs = array_of(cost, "cost"), masses_a = array_of(a, "a"), masses_b = array_of(b, "b");
 

@@ -13,6 +13,7 @@ static Solutions unbalanced_ot_cuda(Tensor cost, Tensor a, Tensor b, double tau_
   const TransportShapes shapes(cost, a, b);
   STD_TORCH_CHECK(std::max(shapes.rows, shapes.columns) <= cuda::TRANSPORT_LIMIT,
                   "cost must have at most 2^24 rows and columns on CUDA");
+  STD_TORCH_CHECK(method == "accelerated" || method == "steepest", "method must be accelerated or steepest on CUDA");
   const OnDevice device(cost);
   const int32_t index = cost.get_device_index();
   const DType dtype = dtype_of(cost, "cost");

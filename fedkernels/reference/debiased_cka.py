@@ -9,6 +9,7 @@ centred columns and a_i = |x_i|^2, b_i = |y_i|^2 the same number is
 which needs no n by n matrix. The product is formed in whichever space is smaller.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +21,12 @@ from fedkernels.reference.linear_cka import center, inner, ratio, scale
 
 
 def rounding_of_products(dtype: torch.dtype, rows: int = 0) -> float:
-    """Up to this part of the biased self-HSIC the debiased one counts as zero: sums of `rows` may be off by it."""
-    return (16 + rows) * torch.finfo(dtype).eps
+    """Up to this part of the biased self-HSIC the debiased one counts as zero: sums of `rows` may be off by it.
+
+    It is zero where one sample differs. The others add 1 / rows^2 each, which vanishes in a sum from sqrt(2 / eps) on.
+    """
+    eps = torch.finfo(dtype).eps
+    return (16 + torch.sym_min(rows, int(math.sqrt(2 / eps)))) * eps  # type: ignore[return-value]
 
 
 def debiased_cka(x: Tensor, y: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Dictionary(Aggregator):
         client = local.client
         rows = torch.randperm(len(client.images), generator=local.generator("dictionary"))[: self.samples]
         model = client.model.eval()
-        batches = [normalize(batch.to(model.device)) for batch in client.images[rows].split(500)]
+        batches = (normalize(client.images[part].to(model.device)) for part in rows.split(500))
         projections = torch.cat([model.online["projector"](model.encoder(batch)) for batch in batches])
         return Message({f"{DICTIONARY}.{client.index}": F.normalize(projections, dim=1)})
 

@@ -11,7 +11,6 @@ from rich.text import Text
 from typer import Option
 
 from ..errors import UserError
-from ..untrusted import expand_home
 from .console import Overrides, RecipeName, Trust, console, print_next, print_text
 
 
@@ -104,35 +103,17 @@ def _print_shipped(kind: Literal["recipe", "table"]) -> None:
             print_text(f"  {name:<{width}}  {summary}")
 
 
-def partition(
-    recipe: RecipeName,
-    overrides: Overrides = None,
-    chart: Annotated[Path | None, Option(help="Also draw the table into this image file.")] = None,
-    trust: Trust = False,
-) -> None:
+def partition(recipe: RecipeName, overrides: Overrides = None, trust: Trust = False) -> None:
     """Show how many images of each class every client holds, without training."""
     from ..data.datasets import load_dataset
     from ..data.partitions import class_counts, deal, format_partition
     from ..recipe.reading import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), trust=trust)
-    if chart is not None:
-        from ..reports.plots import draw_partition, figure_kind, png_bytes
-        from ..run_folder.storage import make_folder, write_atomically
-
-        kind = figure_kind(chart)
-        folders = [loaded.data.path, *loaded.data.more_paths] if loaded.data.name in ("images", "folder") else []
-        for folder in filter(None, folders):
-            if chart.resolve().is_relative_to(expand_home(folder).resolve()):
-                raise UserError(f"--chart: {chart} would be one of the images in {folder}; name a file elsewhere")
     dataset = load_dataset(loaded.data, loaded.seed)
     rows = deal(dataset, loaded.partition, loaded.seed)
     counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))
     print_text(format_partition(counts, dataset.counted_as))
-    if chart is not None:
-        make_folder(chart.absolute().parent)
-        write_atomically(chart, png_bytes(draw_partition(counts, dataset.counted_as), kind))
-        print_text(f"The chart is in {chart}")
     _print_next_run(recipe, loaded.engine, overrides, trust)
 
 

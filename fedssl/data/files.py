@@ -163,7 +163,8 @@ def list_files(folder: Path, follow_links: bool) -> tuple[list[Path], list[Path]
         (images if is_image else others).append(file)
     if not images:  # beside image files, arrays are labels or features
         images = [file for file in others if file.suffix.lower() == ARRAY_SUFFIX and file.is_file()]
-        others = [file for file in others if file not in images]
+        arrays = set(images)
+        others = [file for file in others if file not in arrays]
     for file in [] if follow_links else images:  # other files are not read
         if file.is_symlink() and not (real_file := Path(os.path.realpath(file))).is_relative_to(root):
             raise _leads_out(str(file), str(real_file), folder)

@@ -142,9 +142,10 @@ def _to_labels(array: NDArray[Any], name: str) -> Tensor:
     """Convert integers from 0, [n] or [n, 1], to int64 [n]."""
     if array.dtype.kind not in "iub":
         missing = int(np.isnan(array).sum()) if array.dtype.kind == "f" else 0
+        how = "numpy.unique(labels, return_inverse=True)[1]" if array.dtype.kind in "US" else ".astype(int)"
         raise UserError(
             f"{name} has type {array.dtype}{f' and {missing} labels that are NaN' if missing else ''}; labels must be "
-            "integers from 0: leave out images without a label, and save the others' labels by .astype(int)"
+            f"integers from 0: leave out images without a label, and save the others' labels by {how}"
         )
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]

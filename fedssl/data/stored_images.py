@@ -399,12 +399,12 @@ def _checked_window(files: Sequence[Path], kinds: dict[int, ImageKind], options:
         if not ranges:
             return "full"  # decoding says what is wrong with them
         first, low, high = ranges[0][0], min(one[1] for one in ranges), max(one[2] for one in ranges)
-        integers = all(kinds[index].type_range for index in gray)
+        integers = [kinds[index].type_range is not None for index in gray]
         own = ", or data.window=file (what each DICOM file names)" if kinds[gray[0]].has_window else ""
         raise UserError(
-            f"{first} has {'pixels of more than 8 bits' if integers else 'floats'}, as {len(gray)} of "
+            f"{first} has {'pixels of more than 8 bits' if any(integers) else 'floats'}, as {len(gray)} of "
             f"{len(files)} files have (values {low:g} to {high:g} in the first {min(len(gray), _FILES_FOR_RANGE)}); "
-            f"set {windows_to_set(low, high, integers)}{own}"
+            f"set {windows_to_set(low, high, all(integers))}{own}"
         )
     return window
 

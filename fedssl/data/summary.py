@@ -15,7 +15,7 @@ from .options import SOURCES, DataOptions
 
 _SAMPLED = 32  # image files whose headers are read
 _IMAGE_KEYS = ("x_train", "train_images", "x")
-_LABEL_KEYS = ("y_train", "train_labels", "y")
+_LABEL_KEYS = ("y_train", "train_labels")
 
 # Of files of several sizes, the images are brought to the largest of these that is not above their median side.
 _SIZES = (32, 64, 96, 128)
@@ -113,6 +113,8 @@ def _of_files(path: Path, options: DataOptions) -> DataSummary:
         side = usual[0]
     labelled = options.name == "folder" or (options.labels is not None and options.label_column is not None)
     count = len(files)
+    if isinstance(options.labels, Path) and kind_of(table := expand_home(options.labels)) == "file":
+        count = min(count, max(1, len(table.read_bytes().splitlines()) - 1))  # without the header
     if labelled and len(splits) < 2:
         count -= round(count * options.test_fraction)  # those become the test set
     return DataSummary(count, options.channels or usual_channels(kinds), side, labelled, from_files=True)

@@ -218,7 +218,7 @@ def evaluate_model(
     measured = MeasuredImages(test, dataset.test_labels if dataset.labelled else None)
     if not dataset.labelled or (own_classes and (linear or options.keeps_best)):  # before and after training
         if not dataset.labelled and dataset is not whole:  # a view costs as much as an image
-            images = images[: max(2, len(images) // _IMAGES_PER_VIEWED)]
+            images = images_of_rows(images, slice(max(2, len(images) // _IMAGES_PER_VIEWED)))
         views, pixels = _view_features(model, images, augmentation, seed)
         measured = measured._replace(views=views, view_pixels=pixels)
     metrics, spectrum = measured_values(measured), singular_values(test)

@@ -9,14 +9,12 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
@@ -27,9 +25,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import UserError
 from ..evaluation.metrics import LARGEST_FIGURE, METRICS, format_values, is_accuracy, mean_and_spread, metric_title
-from ..run_folder.storage import require_file_name
 from ..untrusted import plot_text
 
 TEXT, MUTED, GRID = "#222222", "#666666", "#E3E3E3"
@@ -62,10 +58,10 @@ def class_colours(classes: int) -> NDArray[np.float64]:
     return np.asarray(colormaps["tab10" if classes <= 10 else "tab20"](index))
 
 
-def png_bytes(figure: Figure, kind: str = "png") -> bytes:
-    """Return a figure as the content of a PNG file, or of one of another `figure_kind`, 150 dots per inch."""
+def png_bytes(figure: Figure) -> bytes:
+    """Return a figure as the content of a PNG file, 150 dots per inch."""
     data = io.BytesIO()
-    figure.savefig(data, format=kind, dpi=150)
+    figure.savefig(data, format="png", dpi=150)
     return data.getvalue()
 
 
@@ -91,16 +87,6 @@ def page_figure(figure: Figure, description: str, caption: str = "", png: bool =
             figure.savefig(data, format="svg", metadata={"Date": None})
         kind, content = "svg+xml", data.getvalue()
     return PageFigure(description, f"data:image/{kind};base64,{base64.b64encode(content).decode()}", caption)
-
-
-def figure_kind(path: Path) -> str:
-    """Return the format of a figure's file by its suffix (default: PNG); raise UserError if it cannot be written."""
-    require_file_name(path)
-    kind = path.suffix.lower().removeprefix(".") or "png"
-    known = FigureCanvasBase.get_supported_filetypes()
-    if kind not in known:
-        raise UserError(f"{path}: no image can be written as .{kind}; expected one of {', '.join(sorted(known))}")
-    return kind
 
 
 def tidy(axes: Axes) -> None:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ class Run:
         """Return the recipe's number of rounds."""
         return int(self.recipe["rounds"])
 
-    @property
+    @cached_property
     def last_round(self) -> int:
         """Return the last committed round; -1 if there is none."""
         return max((number for number, _, _ in self.values), default=-1)

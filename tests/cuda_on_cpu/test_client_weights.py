@@ -51,6 +51,16 @@ def test_narrow_grams(bindings, dtype):
         assert residual(gram, weights) <= 10 * lost
 
 
+@pytest.mark.parametrize(("clients", "entries"), [(33, 17), (40, 21)])
+def test_more_clients_than_entries_have_the_smallest_norm_too(bindings, clients, entries):
+    """Where pivoting runs out of rounds, some of these ended at twice the smallest norm and more."""
+    grams = torch.stack([gram_of(clients, entries, 0.0, seed) for seed in range(20)])
+    norms = [(weights @ (gram @ weights)) for gram, weights in zip(grams, solve(bindings, grams), strict=True)]
+    best = [(weights @ (gram @ weights)) for gram, weights in zip(grams, map(client_weights, grams), strict=True)]
+    traces = grams.diagonal(dim1=1, dim2=2).sum(-1)
+    torch.testing.assert_close(torch.stack(norms) / traces, torch.stack(best) / traces, rtol=1e-6, atol=1e-10)
+
+
 def test_degenerate_problems(bindings):
     """A matrix that is no Gram matrix, or not finite, leaves its batch alone; orthogonal updates are known at once."""
     lopsided, indefinite, nan = torch.eye(3).double(), torch.eye(3).double(), torch.eye(3).double()

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedkernels import debiased_cka, debiased_cka_pairwise
+from fedkernels.reference import debiased_cka as reference
 from tests.fedkernels.test_linear_cka import matrix
 
 
@@ -82,6 +83,16 @@ def test_a_zero_self_hsic_gives_value_and_gradient_zero(name, n, dtype):
         grads = torch.autograd.grad(value.sum(), [x, y], allow_unused=True)
         assert all(grad is None or not grad.any() for grad in grads)
     assert not debiased_cka_pairwise([x.detach()], [y.detach(), x.detach()]).any()
+
+
+def test_one_large_sample_among_many_is_not_taken_for_the_only_one():
+    x = matrix(20_000, 4, seed=3, dtype=torch.float32)
+    y = x + 0.5 * matrix(20_000, 4, seed=4, dtype=torch.float32)
+    x[0] *= 4500
+    truth = debiased_cka(x.double(), y.double())
+    assert truth > 0.005
+    for found in (debiased_cka(x, y), reference.debiased_cka(x, y), debiased_cka_pairwise([x], [y])[0, 0]):
+        torch.testing.assert_close(found.double(), truth, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("n", [8, 60])

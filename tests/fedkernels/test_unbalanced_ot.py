@@ -234,6 +234,11 @@ def test_too_few_iterations_warn_and_keep_the_best():
     assert_certified(given, plan, info, dual_active_set(*given)[0])
 
 
+def test_the_operator_refuses_a_method_that_it_does_not_know():
+    with pytest.raises(RuntimeError, match="method must be accelerated, interior_point or steepest"):
+        torch.ops.fedkernels.unbalanced_ot(torch.ones(2, 2), torch.ones(2), torch.ones(2), 1.0, 1.0, 1e-6, 9, "newton")
+
+
 @pytest.mark.parametrize("method", ["accelerated", "steepest"])
 def test_the_case_where_the_printed_step_divides_by_zero(method):
     cost = torch.tensor([[4.0, 0.0], [0.0, 4.0]]).double()

@@ -140,6 +140,8 @@ def test_each_command_names_the_next_which_can_be_pasted(fedssl, finished, tiny,
     for listing in ("recipes", "presets"):
         assert following(*following(listing))[:2] == ["partition", "fedbyol"]
     assert following(*following("show", "fedbyol", "name=my own")) == ["run", "fedbyol", "name=my own"]
+    for command in ("partition", "cost"):
+        assert following(command, "fedbyol", "rounds=1", "engine=flower")[:3] == ["app", "fedbyol", "app"]
     shutil.copytree(finished(tiny(**ALIGNED | SMALL)), tmp_path / "a run")
     save_array(tmp_path / "my_images" / "0.png", random_pixels(8, 8))
     monkeypatch.setattr(webbrowser, "open", lambda uri: uri == (tmp_path / "a run" / "report.html").as_uri())

@@ -131,6 +131,14 @@ def test_colours_become_grey_as_pillow_makes_them_and_the_reverse_in_arrays_as_i
     assert [summary.channels for summary in summaries] == [1, 1, 3]
 
 
+def test_a_deep_grey_image_among_colours_becomes_three_channels_by_their_percentiles(tmp_path):
+    for number, shape in enumerate([(8, 8, 3)] * 4 + [(8, 8)]):
+        tifffile.imwrite(tmp_path / f"{number}.tif", values_of("u2", *shape))
+    options = DataOptions(name="images", path=tmp_path, image_size=8, window="percentiles", test_fraction=0.2)
+    dataset = load_dataset(options, 0)
+    assert len(dataset.train_images) + len(dataset.test_images) == 5
+
+
 def varying(low: float, high: float) -> np.ndarray:
     return np.linspace(low, high, 8 * 8 * 5, dtype="f4").reshape(8, 8, 5)
 
@@ -146,6 +154,7 @@ def varying(low: float, high: float) -> np.ndarray:
         ([varying(0, 1)], {"window": ((0, 1), (0, 2))}, r"data\.window has 2 pairs, but the images have 5 channels"),
         ([random_pixels(40, 40, 33)], {}, r"0\.npy .*an array \[40, 40, 33\], expected .* of 1 to 32 channels"),
         ([random_pixels(8, 8, 5)], {"channels": 4}, r"0\.npy .*an array \[8, 8, 5\], expected .* of 4 channels"),
+        ([varying(1, 9)[..., 0].astype("u2"), varying(0, 9)[..., 0]], {}, r"0\.npy has pixels of more than 8 bits, as"),
         ([np.array(["a"])], {}, r"an array \[1\] of <U1, expected numbers \[H, W\]"),
     ],
 )

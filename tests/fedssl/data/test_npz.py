@@ -118,6 +118,7 @@ def spoiled_pixels(value: float, count: int) -> np.ndarray:
         ({"y_train": np.arange(12) - 1}, r"y_train in .* 1 negative labels"),
         ({"y_train": np.arange(12) / 2}, r"y_train in .* type float64; labels must be integers"),
         ({"y_train": np.where(np.arange(12) > 9, np.nan, 1)}, r"y_train in .* and 2 labels that are NaN; .*leave out"),
+        ({"y_train": np.array(["cat", "dog"] * 6)}, r"y_train in .* labels by numpy\.unique\(labels, return_inv"),
         ({"y_train": np.eye(12, dtype=int)}, r"y_train in .* shape \[12, 12\]"),
         ({"y_train": np.array(3)}, r"y_train in .* has shape \[\]; expected"),
         ({"y_train": np.arange(12) * 10**9}, r"renumber the classes"),

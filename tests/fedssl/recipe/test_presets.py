@@ -195,6 +195,9 @@ def test_a_folder_is_one_client_unless_clients_are_asked_for(tmp_path):
     (tmp_path / "notes.txt").write_text("no image")
     recipe = load_recipe("fedbyol", [f"data={{name: images, path: {tmp_path}}}"])
     assert summarise({"name": "images", "path": str(tmp_path)}) == DataSummary(60, 3, 48, False, True)
+    (tmp_path / "some.csv").write_text("file,label\n" + "".join(f"{i}.png,a\n" for i in range(10)))
+    listed = {"name": "images", "path": str(tmp_path), "labels": str(tmp_path / "some.csv"), "label_column": "label"}
+    assert summarise(listed).images < 11
     assert (recipe.preset, recipe.data.image_size, recipe.partition.clients) == ("small_colour", 48, 1)
     _, told = fill_in("fedbyol", [f"data={{name: images, path: {tmp_path}}}"], False)
     assert any("are one client, and nothing is federated" in reason for reason in told)
