@@ -68,6 +68,7 @@ def debiased_cka_pairwise(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
 
     Returns:
         [N, M] with entry (n, m) = ``debiased_cka(xs[n], ys[m])``, float64 where any input is float64, else float32.
+        Near the rounding up to which a self-HSIC counts as zero, an entry may depend on the other representations.
 
     Raises:
         TypeError: an argument is not a list of floating tensors.

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ..client import LocalRound
 from ..data.pixels import normalize
+from ..evaluation.features import images_at_a_time
 from ..messages import Message
 from .base import OWN_IMAGES, PROJECTION, Aggregator, Shape, fault_of_unit_rows
 
@@ -47,8 +48,8 @@ class Dictionary(Aggregator):
     def collect(self, local: LocalRound, travelling: list[str]) -> Message:
         client = local.client
         rows = torch.randperm(len(client.images), generator=local.generator("dictionary"))[: self.samples]
-        model = client.model.eval()
-        batches = (normalize(client.images[part].to(model.device)) for part in rows.split(500))
+        model, size = client.model.eval(), images_at_a_time(client.images, 500)
+        batches = (normalize(client.images[part].to(model.device)) for part in rows.split(size))
         projections = torch.cat([model.online["projector"](model.encoder(batch)) for batch in batches])
         return Message({f"{DICTIONARY}.{client.index}": F.normalize(projections, dim=1)})
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..client import LocalRound
 from ..data.pixels import normalize
 from ..errors import UserError
+from ..evaluation.features import images_at_a_time
 from ..evaluation.metrics import effective_rank
 from ..messages import Message
 from ..models.model import Layer
@@ -30,7 +31,7 @@ _RELEASED = "released."  # the same, of those in the mean that is sent, with few
 RELATIVE_RANK_TOLERANCE = 1e-6
 # Columns of a factor whose diagonal is below this fraction of the largest are no more than rounding errors.
 RELATIVE_FACTOR_TOLERANCE = 1e-7
-_BATCH = 500  # public images a forward pass
+_BATCH = 500  # public images a forward pass, at most
 # No known encoder has as many features.
 MOST_FEATURES = 2**13
 
@@ -248,7 +249,7 @@ class RepresentationMean(Aggregator):
         public, device = local.client.public_images, local.client.model.device
         assert public is not None
         means = []
-        for batch in torch.arange(len(public)).split(_BATCH):
+        for batch in torch.arange(len(public)).split(images_at_a_time(public, _BATCH)):
             drawn = [local.views(public[batch], batch, "representation", pair) for pair in range(views // 2)]
             images = [view for pair in drawn for view in pair] or [normalize(public[batch].to(device))]
             means.append(torch.stack([represent(one) for one in images]).mean(dim=0).cpu())

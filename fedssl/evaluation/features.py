@@ -28,6 +28,11 @@ def require_measured_images(dataset: Dataset) -> None:
         )
 
 
+def images_at_a_time(images: Images, most: int) -> int:
+    """Return how many images a forward pass takes: at most so many, and fewer where they have many pixels."""
+    return max(1, min(most, _PIXELS_AT_A_TIME // (images.shape[-2] * images.shape[-1])))
+
+
 def extract_features(encoder: nn.Module, images: Images, prepare: Callable[[Tensor], Tensor] = normalize) -> Tensor:
     """Return the encoder's representations [n, d] of uint8 `images` [n, C, H, W], n at least 1: float32 on the CPU.
 
@@ -44,12 +49,11 @@ def extract_outputs(network: nn.Module, images: Images, prepare: Callable[[Tenso
     """Return `extract_features` for any network and preparation, without the check that the outputs are finite."""
     device = device_of(network)
     modes = {module: module.training for module in network.modules()}
-    pixels = images.shape[-2] * images.shape[-1]
     outputs = []
     try:
         network.eval()
         with torch.no_grad():
-            for batch in images.split(min(_IMAGES_AT_A_TIME[device.type], max(1, _PIXELS_AT_A_TIME // pixels))):
+            for batch in images.split(images_at_a_time(images, _IMAGES_AT_A_TIME[device.type])):
                 prepared = with_channels_last(prepare(batch.to(device)))  # as in training, and faster
                 outputs.append(network(prepared).to("cpu", torch.float32))
     finally:

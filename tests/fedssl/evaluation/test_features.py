@@ -83,3 +83,8 @@ def test_features_are_measured_on_a_gpu_that_has_room_for_it(monkeypatch):
         with FakeTensorMode():
             moved = measured_on(torch.device("cuda"), torch.empty(25, 4), torch.empty(25, 4))
         assert [part.device.type for part in moved] == [device, device]
+
+
+@pytest.mark.parametrize(("side", "expected"), [(32, 500), (64, 500), (224, 40), (4096, 1)])
+def test_a_forward_pass_takes_fewer_images_where_they_are_large(side, expected):
+    assert features_module.images_at_a_time(torch.zeros(1).expand(9, 3, side, side), 500) == expected
