@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ..errors import UserError, install_command
+from ..untrusted import expand_home
 
 if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
@@ -42,7 +43,7 @@ def run(recipe: Recipe, path: str | Path, *, overwrite: bool = False, observers:
     from ..run_folder.record import read_run
     from .observers import Observers
 
-    return read_run(engine_of(recipe).run(recipe, Path(path), Observers(observers), overwrite).path)
+    return read_run(engine_of(recipe).run(recipe, expand_home(path), Observers(observers), overwrite).path)
 
 
 def resume(
@@ -79,7 +80,7 @@ def resume(
 
     if isinstance(overrides, str):
         raise TypeError(f"overrides: expected a list such as [{overrides!r}], got the string {overrides!r}")
-    directory = RunDirectory.open(Path(path))
+    directory = RunDirectory.open(expand_home(path))
     recipe = load_stored_recipe(directory, trust, resuming=True)
     engine = engine_of(recipe)
     return read_run(engine.resume(directory.path, Observers(observers), trust, overrides, from_round).path)

@@ -124,7 +124,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     if not overwrite:
         advice = f"continue it with fedssl run --resume {quoted(path)}, or give --overwrite, or another --output"
         raise UserError(f"{path} exists: {advice}")
-    if Path.cwd().is_relative_to(absolute_path(Path(), path.absolute())):
+    if Path.cwd().is_relative_to(absolute_path(Path(), path)):
         raise UserError(f"{path} is the working folder or one above it, so it is not replaced: name another --output")
     with alone_in(path):
         pass
@@ -140,7 +140,7 @@ def new_run(path: Path, files: dict[str, str], overwrite: bool = False) -> Itera
         UserError: see `refuse_existing`; the folder cannot be written.
     """
     refuse_existing(path, overwrite)
-    target = absolute_path(Path(), path.absolute())  # a leading `~` is a folder's name, as in report and export
+    target = absolute_path(Path(), path)
     preparing = _beside(target, "preparing")
     with ExitStack() as stack:
         try:

@@ -360,7 +360,7 @@ class RunDirectory:
         It is always unknown for code in the run's folder, which whoever made the folder put there.
         """
         expected, file = self.checkpoint.parts.get(name), own_part_file(name)
-        folder = absolute_path(Path(), self.path.absolute())
+        folder = absolute_path(Path(), self.path)
         if expected is None or file is None or absolute_path(Path(), file).is_relative_to(folder):
             return None
         try:

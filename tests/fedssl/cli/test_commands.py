@@ -297,10 +297,14 @@ def test_a_received_run_with_a_pipe_in_it_does_not_hang(file, fedssl, with_part,
         one_line(code, err)
 
 
-def test_a_path_with_a_tilde_is_one_folder_for_all_commands(fedssl, tiny_file, tmp_path):
-    assert fedssl("run", "tiny.yaml", "rounds=1", "--output", "~/run")[0] == 0
-    assert (tmp_path / "~" / "run" / "recipe.yaml").is_file()
-    assert fedssl("run", "tiny.yaml", "rounds=1", "--output", "~/run", "--overwrite")[0] == 0
+def test_a_tilde_that_no_shell_has_expanded_is_the_home_folder(fedssl, tiny_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert fedssl("run", "tiny.yaml", "rounds=1", "--output=~/run")[0] == 0
+    code, out, _ = fedssl("run", "--resume=~/run", "rounds=2")
+    assert (code, (tmp_path / "~").exists()) == (0, False)
+    assert f"The run is in {tmp_path / 'home' / 'run'}" in out
+    one_line(*fedssl("run", "tiny.yaml", "--output=~/run")[::2], "exists: continue it with")
+    assert fedssl("run", "tiny.yaml", "rounds=1", "--output=~/run", "--overwrite")[0] == 0
 
 
 def test_overwrite_deletes_only_runs_that_nobody_works_on(fedssl, with_part, tiny_file, tmp_path, monkeypatch):
