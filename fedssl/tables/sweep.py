@@ -77,8 +77,8 @@ def run_sweep(
     recipes, metric = [cell.recipe for cell in table_cells(trials, output, overrides)], table.sweep.metric
     if not all(recipe.data.validation_fraction for recipe in recipes):
         raise UserError("sweep: trials are measured on validation images: leave data.validation_fraction=0 out")
-    share = {"linear_0.01": 0.01, "linear_0.1": 0.1}.get(metric)
-    if share is not None and not all(share in recipe.evaluation.few_labels for recipe in recipes):
+    share = metric.removeprefix("linear_")
+    if share.startswith("0") and not all(float(share) in recipe.evaluation.few_labels for recipe in recipes):
         raise UserError(f"sweep: {metric} is not measured: add {share} to evaluation.few_labels of every row")
     try:
         run_table(trials, output / "trials", overrides, jobs, note, part)
