@@ -19,7 +19,7 @@ from .accounting import StepCost, StepCounter, structure
 from .client import LocalRound
 from .data.batches import Prefetch, batches_of_epoch, device_batches, round_batches
 from .errors import UserError
-from .evaluation.metrics import effective_rank
+from .evaluation.metrics import effective_rank, view_retrieval
 from .messages import Message
 from .models.model import Model
 from .models.precision import Precision, networks_compute_in, with_channels_last
@@ -31,7 +31,9 @@ from .regularizers.base import Regularizer
 _OPTIMIZER = "optimizer/"
 #: by which float16's first loss of a round is multiplied; torch's own 2^16 is too large: first steps would be left out
 _FIRST_LOSS_SCALE = 2.0**10
-_HIGHEST_RANK = "highest rank"  # in a client's memory
+_HIGHEST_RANK, _MOST_FOUND = "highest rank", "most views found"  # in a client's memory
+#: of the most: a batch of few kinds of images needs few directions, and finds more than at first; collapsed ones, half
+_FOUND_STILL = 0.75
 #: share of a run over which `warmup_cosine` rises
 _WARMUP = 0.05
 #: the costs of the kinds of steps that this process has counted, and how many it remembers
@@ -79,7 +81,7 @@ class TrainingOptions(Options):
     stop_at_collapse: bool = Field(
         False,
         description="whether a run ends when the effective rank of a batch has fallen below a quarter of the highest "
-        "that one had at the begin of a round, in most clients",
+        "that one had at the begin of a round, and its views find one another more rarely than then, in most clients",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adam and adamw ignore it")
     weight_decay: float = Field(
@@ -361,13 +363,14 @@ def _log_gradient_norm(local: LocalRound, scaler: torch.amp.GradScaler) -> None:
 
 
 def _log_rank_kept(step: Step, local: LocalRound, begins: bool) -> None:
-    """Log a batch's effective rank at a round's end, as a share of the highest of those that began a round."""
-    numbers, rank = local.client.memory.numbers, effective_rank(step.representations[0])
-    highest = max(rank, numbers.get(_HIGHEST_RANK, 0.0))
+    """Log what share of the highest rank a batch has at a round's end; 1.0 while its views still find each other."""
+    views, numbers = step.representations, local.client.memory.numbers
+    rank, found = effective_rank(views[0]), view_retrieval((views[0], views[-1])) or 0.0
+    highest, most = max(rank, numbers.get(_HIGHEST_RANK, 0.0)), max(found, numbers.get(_MOST_FOUND, 0.0))
     if begins:
-        numbers[_HIGHEST_RANK] = highest
+        numbers |= {_HIGHEST_RANK: highest, _MOST_FOUND: most}
     else:
-        local.log("rank_kept", rank / highest)
+        local.log("rank_kept", rank / highest if found <= _FOUND_STILL * most else 1.0)
 
 
 def _require_finite(losses: list[Tensor], steps: int, local: LocalRound, parts: dict[str, Tensor]) -> None:

@@ -64,7 +64,7 @@ class Metric:
             of singular values.
         on_other_data: whether it is also measured on other data, as `downstream_LABEL_NAME`.
         in_tables: whether a table of runs may have it as a column.
-        in_bars: whether reports draw its bars; those of every fine-tuned score would be too many.
+        in_bars: whether reports draw bars of what tables may have; those of every fine-tuned score would be too many.
         printed: whether `fedssl run` prints it after the last round.
     """
 
@@ -252,7 +252,6 @@ _ENTRIES = (
         images="all",
         on_other_data=False,
         in_tables=False,
-        in_bars=False,
     ),
     Metric(
         "viewed_images",
@@ -263,10 +262,9 @@ _ENTRIES = (
         bounds=(0.0, 1000.0),
         on_other_data=False,
         in_tables=False,
-        in_bars=False,
     ),
     *(
-        Metric(name, f"{title} accuracy of raw pixels", "%", on_other_data=False, in_tables=False, in_bars=False)
+        Metric(name, f"{title} accuracy of raw pixels", "%", on_other_data=False, in_tables=False)
         for name, title in (("pixel_knn", "kNN"), ("pixel_linear", "linear"))
     ),
     Metric("loss", "objective's loss", "", 3, "training"),

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 _FROM_SCRATCH, _FROM_WEIGHTS = (1_200_000, 30, 400), (60_000, 3, 30)
 _SHORT = 0.2  # of these passes
 _LEAST_GAIN = 3.2  # points; less says little, however many images are compared
-_USUAL_IMAGES = 1000.0  # of runs from before their number was stored
 # Of the effective rank before; a random network's is high, and encoders that learn digits well come down to two fifths.
 _FEW_DIRECTIONS = 0.25
 
@@ -53,16 +52,15 @@ def verdict(run: Run) -> list[str]:
     objective, schedule = (
         part.get("name") if isinstance(part := run.recipe.get(key), dict) else None for key in ("objective", "schedule")
     )
-    if after is None or not run.finished or schedule == "untrained":
+    images = run.evaluated("viewed_images", "after")
+    if after is None or not images or not run.finished or schedule == "untrained":
         return []
     found = f"{after:.1f} % of random views find their own image"
     named = (("the encoder before training", "view_retrieval"), ("raw pixels", "pixel_view_retrieval"))
     others = {name: value for name, metric in named if (value := run.evaluated(metric, "before")) is not None}
-    images = run.evaluated("viewed_images", "after")
-    among = f" with {images:.0f} images" if images else ""
     margins = {}
     for name, value in others.items():
-        variance = (after * (100 - after) + value * (100 - value)) / (images or _USUAL_IMAGES)
+        variance = (after * (100 - after) + value * (100 - value)) / images
         margins[name] = max(_LEAST_GAIN, 2 * max(0.0, variance) ** 0.5)  # a file may hold any numbers
     compared = ", ".join(f"by {name} {value:.1f} %" for name, value in others.items())
     ahead_of = [name for name, value in others.items() if after > value + margins[name]]
@@ -71,7 +69,7 @@ def verdict(run: Run) -> list[str]:
     if behind:
         sentences.append(
             f"This encoder has NOT learned: it is not ahead of {' and '.join(behind)} by more than chance "
-            f"({max(margins[name] for name in behind):.1f} points{among}). Train it longer "
+            f"({max(margins[name] for name in behind):.1f} points with {images:.0f} images). Train it longer "
             "(--minutes), at a lower training.learning_rate, or on more images."
         )
     elif ahead_of:
@@ -87,7 +85,8 @@ def verdict(run: Run) -> list[str]:
             both = f"the {of_pixels:.1f} % of raw pixels and the {at_first:.1f} % before training"
             sentences.append(f"Yet its linear accuracy is {linear:.1f} %, above {both}.")
     ranks = [run.evaluated("effective_rank", when) for when in ("before", "after")]
-    if ranks[0] and ranks[1] and ranks[1] < _FEW_DIRECTIONS * ranks[0]:
+    fell = ranks[0] and ranks[1] and ranks[1] < _FEW_DIRECTIONS * ranks[0]
+    if fell and "the encoder before training" not in ahead_of:  # images of few kinds need few directions
         other = "" if objective == "simclr" else "objective simclr, "
         sentences.append(
             f"Its representations have collapsed: their effective rank fell from {ranks[0]:.1f} to {ranks[1]:.1f}. "

@@ -210,7 +210,7 @@ def _results_chart(methods: Methods, metrics: Sequence[str], styles: Styles) -> 
     if not metrics or sum(run.finished for runs in methods.values() for run in runs) < 2:
         return None
     panels: dict[str, list[Bar]] = {}
-    for metric in (metric for metric in metrics if metric not in METRICS or METRICS[metric].in_bars):
+    for metric in (m for m in metrics if m not in METRICS or (METRICS[m].in_tables and METRICS[m].in_bars)):
         for name, runs in methods.items():
             before, after = _values(runs, metric, "before"), _values(runs, metric, "after")
             panels.setdefault(metric, []).append(Bar(name, before, after, styles[name]["color"]))

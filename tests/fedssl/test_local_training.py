@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from fedssl.objectives.byol import BYOL
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.regularizers.representation_alignment import RepresentationAlignment
 from fedssl.run_folder.directory import RunDirectory
-from fedssl.training import steps_of_round, train_before_rounds, train_locally
+from fedssl.training import _log_rank_kept, steps_of_round, train_before_rounds, train_locally
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.rounds_in_memory import train_rounds
@@ -305,6 +306,19 @@ def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny, tmp_path):
     healthy = {"objective": objective | {"stop_gradient": True}, "training": training | {"learning_rate": 0.05}}
     replies = train_rounds(build_federation(tiny(**changes | healthy)), until).replies
     assert min(reply[0].metrics["rank_kept"] for reply in replies.values()) > 0.25
+
+
+@pytest.mark.parametrize(("noise", "kept"), [(0.01, 1.0), (3.0, 0.13)], ids=["few kinds of images", "collapsed"])
+def test_a_low_rank_is_a_collapse_where_views_no_longer_find_one_another(noise, kept):
+    """At first 64 views in 32 dimensions of which half find one another, then views in few dimensions."""
+    generator, logged = torch.Generator().manual_seed(0), {}
+    client = SimpleNamespace(memory=SimpleNamespace(numbers={}))
+    local = SimpleNamespace(client=client, log=logged.__setitem__)
+    for directions, share, begins in ((32, 1.5, True), (4, noise, False)):
+        images = torch.randn(64, directions, generator=generator)
+        views = [images + share * torch.randn(64, directions, generator=generator) for _ in range(2)]
+        _log_rank_kept(SimpleNamespace(representations=views), local, begins)
+    assert logged == {"rank_kept": pytest.approx(kept, abs=0.05)}
 
 
 @pytest.mark.parametrize(
