@@ -91,9 +91,3 @@ def test_a_lock_holds_for_the_folder_that_has_the_name(tmp_path):
         patch.setattr("os.open", replaced_meanwhile)
         with pytest.raises(UserError, match="another process"), alone_in(tmp_path / "a"):
             pass
-
-
-def test_a_folder_that_cannot_be_made_is_one_line_and_leaves_nothing(tmp_path):
-    with pytest.raises(UserError, match="cannot be written: File name too long"):
-        RunDirectory.create(tmp_path / ("a" * 300), FILES)
-    assert list(tmp_path.iterdir()) == []
