@@ -90,15 +90,10 @@ def test_int8_has_a_scale_for_each_matrix():
 
 #: of the bytes of float32; numbers, metrics and integers travel as they are, and with int8 vectors and scales
 SHARES = {"bfloat16": 0.53, "int8": 0.31}
-DICTIONARY = {
-    "objective": {"name": "simclr", "hidden_features": 32, "output_features": 16},
-    "aggregators": ["weighted_mean", {"name": "dictionary"}],
-}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights": ("int8", AVERAGED),
     "layers": ("bfloat16", LW_FEDSSL),
     "kernels": ("int8", ALIGNED),
-    "dictionary": ("bfloat16", AVERAGED | DICTIONARY),
 }
 
 

@@ -111,6 +111,9 @@ def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part
     assert load_recipe(again, trust=True) == load_recipe(first, trust=True)
 
 
+SMALL_MEMORY = {"objective": {"name": "orchestra", "memory": 3}, "aggregators": ["weighted_mean", "orchestra_clusters"]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -122,6 +125,7 @@ def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part
         (AVERAGED | {"architectures": ["small_convnet", "small_resnet10"]}, "name one architecture"),
         (AVERAGED | {"local_update": "keep_own"}, "keep_own does not go with aggregators .*weighted_mean.*use replace"),
         ({"local_update": "replace"}, "without exchanged weights use keep_own"),
+        (AVERAGED | SMALL_MEMORY, "local_clusters is 16, but objective.memory is only 3"),
         ({"architectures": ["resnet19"]}, "resnet1"),
         ({"training": {"batch_size": 64}}, "fewer than training.batch_size 64.*lower the batch size"),
         ({"partition": {"name": "iid", "clients": 120, "min_samples": 1}}, "client 0 has 1 image, fewer than"),

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
@@ -15,16 +14,8 @@ from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.cost import estimate, totals
 from fedssl.tables.dry_run import RunCost, dry_run, run_cost, training_data
 from fedssl.tables.table import ExpectedData, load_table
-from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
-
-STAGES = {"name": "layer_wise", "rounds_per_stage": 2}
-SMALL = AVERAGED | {
-    "architectures": ["small_vit"],
-    "rounds": 8,
-    "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
-    "training": {"local_epochs": 3, "batch_size": 5},
-    "partition": {"name": "iid", "clients": 2, "min_samples": 1},
-}
+from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL, tiny_values
+from tests.fedssl.data.data_files import write_image
 
 
 def write_table(folder: Path, recipe: dict[str, Any], rows: list[dict[str, Any]], **values: Any) -> Path:
@@ -71,7 +62,7 @@ def test_runs_and_the_papers_figures_are_listed_and_nothing_is_written(table, fe
 
 
 @pytest.mark.usefixtures("short_timings")
-@pytest.mark.parametrize(("values", "within"), [(ALIGNED, 1e-9), (SMALL | {"schedule": STAGES}, 0.1)])
+@pytest.mark.parametrize(("values", "within"), [(ALIGNED, 1e-9), (LW_FEDSSL, 0.1)])
 def test_operations_are_those_of_fedssl_cost(values, within):
     recipe = parse_recipe(tiny_values(**values))
     found = run_cost(recipe, training_data(recipe.data, recipe.seed, None))
@@ -116,9 +107,8 @@ def test_the_published_sizes_are_known_without_the_data(tmp_path):
 
 def test_image_files_are_counted_by_their_folders(tmp_path):
     for name in ("train/cat", "train/dog", "test/cat", "test/dog"):
-        (tmp_path / name).mkdir(parents=True)
         for number in range(3):
-            Image.new("L", (12, 12)).save(tmp_path / name / f"{number}.png")
+            write_image(tmp_path / name / f"{number}.png", 0, "L", (12, 12))
     data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16, validation_fraction=0.3), 0, None)
     assert (len(data.train_labels), len(data.class_names)) == (4, 2)
     assert data.train_images.shape == (4, 1, 16, 16)
