@@ -38,10 +38,15 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "supervised": {},
     "vicreg": {"hidden_features": 16, "output_features": 8},
 }
-AGGREGATORS: dict[str, dict[str, Any]] = {
+#: of regularizers, aggregators and schedules
+OPTIONS: dict[str, dict[str, Any]] = {
     "base_model": {"epochs": 1},
     "dictionary": {"samples": 6},
+    "distillation": TAUGHT,
+    "l_dawa": {"plain_rounds": 0},
+    "layer_wise": {"layers_per_stage": 2, "rounds_per_stage": 1},
     "orchestra_clusters": {"local_clusters": 4, "steps": 2},
+    "progressive": {"layers_per_stage": 2, "rounds_per_stage": 1},
 }
 #: what a regularizer reads, and an objective's clusters
 READS = {
@@ -74,18 +79,22 @@ LABELS = torch.arange(8) % 2
 DATASET = Dataset("noise", noise(8), LABELS, noise(8), LABELS, ("even", "odd"), noise(9))
 
 
-def federation_of(objective: str, regularizers: list[str], aggregators: list[str], local_update: str) -> Federation:
-    """One client on the noise."""
+def with_options(names: list[str]) -> list[dict[str, Any]]:
+    return [{"name": name, **OPTIONS.get(name, {})} for name in names]
+
+
+def federation_of(objective, regularizers, aggregators, local_update, dataset=DATASET, **changes) -> Federation:
+    """One client on the noise, unless something else is given."""
     name = objective.partition(",")[0]
     values = tiny_values(
         objective={"name": name, **OBJECTIVES.get(objective, {})},
-        regularizers=[{"name": one, **(TAUGHT if one == "distillation" else {})} for one in regularizers],
-        aggregators=[{"name": one, **AGGREGATORS.get(one, {})} for one in aggregators],
+        regularizers=with_options(regularizers),
+        aggregators=with_options(aggregators),
         local_update=local_update,
         architectures=["small_convnet"],
         partition={"name": "iid", "clients": 1},
     )
-    return build_federation(parse_recipe(values), DATASET)
+    return build_federation(parse_recipe(values | changes), dataset)
 
 
 def losses(federation: Federation) -> list[float]:

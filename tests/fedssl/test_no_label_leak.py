@@ -10,26 +10,16 @@ from torch import Tensor
 
 from fedssl.data.datasets import Dataset
 from fedssl.engines.in_process import run
-from fedssl.federation import build_federation
 from fedssl.parts import part_class, part_names
 from fedssl.recipe.reading import parse_recipe
 from tests.fedssl.conftest import tiny_values
 from tests.fedssl.engines.every_tensor import assert_same
 from tests.fedssl.killed_runs import contents
 from tests.fedssl.rounds_in_memory import Rounds, train_rounds
-from tests.fedssl.test_combinations import AGGREGATORS, OBJECTIVES, noise
+from tests.fedssl.test_combinations import federation_of, noise, with_options
 
 pytestmark = pytest.mark.usefixtures("teacher")
 CLIENTS, IMAGES, CLASSES = 2, 24, 3
-#: options without which a part does not fit a data set of so few images
-OPTIONS: dict[str, dict[str, Any]] = {
-    **OBJECTIVES,
-    **AGGREGATORS,
-    "l_dawa": {"plain_rounds": 0},
-    "layer_wise": {"layers_per_stage": 2, "rounds_per_stage": 1},
-    "progressive": {"layers_per_stage": 2, "rounds_per_stage": 1},
-    "dictionary": {"samples": 4},
-}
 
 
 def labels(seed: int, count: int = IMAGES) -> Tensor:
@@ -37,30 +27,22 @@ def labels(seed: int, count: int = IMAGES) -> Tensor:
     return torch.randint(CLASSES, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def with_options(names: list[str]) -> list[dict[str, Any]]:
-    return [{"name": name, **OPTIONS.get(name, {})} for name in names]
-
-
 def trained(seed: int, objective: str = "fedx", **parts: Any) -> Rounds:
     """Two rounds of two clients whose images have the labels of a seed; which images they hold does not depend on it.
 
     `fedx` is the objective that every regularizer works with.
     """
-    aggregators = parts.get("aggregators", ["weighted_mean"])
-    aggregators += ["orchestra_clusters"] if objective == "orchestra" else []
-    values = tiny_values(
-        objective=with_options([objective])[0],
-        regularizers=with_options(parts.get("regularizers", [])),
-        aggregators=with_options(aggregators),
-        local_update=parts.get("local_update", "replace"),
+    names = tuple(f"class {i}" for i in range(CLASSES))
+    federation = federation_of(
+        objective,
+        parts.get("regularizers", []),
+        parts.get("aggregators", ["weighted_mean"]) + ["orchestra_clusters"] * (objective == "orchestra"),
+        parts.get("local_update", "replace"),
+        Dataset("noise", noise(IMAGES), labels(seed), noise(8), labels(seed, 8), names, noise(9)),
         schedule=with_options([parts.get("schedule", "end_to_end")])[0],
-        architectures=["small_convnet"],
         partition={"name": "iid", "clients": CLIENTS},
         training={"local_epochs": 1, "batch_size": 4},
     )
-    names = tuple(f"class {i}" for i in range(CLASSES))
-    dataset = Dataset("noise", noise(IMAGES), labels(seed), noise(8), labels(seed, 8), names, noise(9))
-    federation = build_federation(parse_recipe(values), dataset)
     rows = torch.arange(IMAGES).chunk(CLIENTS)
     return train_rounds(dataclasses.replace(federation, client_rows=list(rows)), rounds=2)
 

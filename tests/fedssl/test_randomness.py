@@ -16,14 +16,14 @@ from fedssl.client import LocalRound
 from fedssl.data.datasets import Dataset
 from fedssl.engines import in_process, rounds
 from fedssl.errors import UserError
-from fedssl.federation import Federation, build_federation
+from fedssl.federation import Federation
 from fedssl.messages import Message
 from fedssl.objectives.simsiam import SimSiam
 from fedssl.randomness import deterministic_on, seed_for, seeded
-from fedssl.recipe.reading import parse_recipe
 from fedssl.training import train_locally
-from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
+from tests.fedssl.test_combinations import federation_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 IMAGES, BATCH_SIZE, EPOCHS = 12, 4, 2
@@ -95,14 +95,9 @@ def twins() -> Federation:
     images = images.expand(IMAGES, -1, -1, -1).contiguous()
     places = torch.arange(IMAGES)
     dataset = Dataset("twins", images, places, images, places, tuple(map(str, range(IMAGES))), None)
-    values = tiny_values(
-        objective={"name": "simsiam", "output_features": 8, "bottleneck_features": 4},
-        partition={"name": "iid", "clients": 2},
-        training={"local_epochs": EPOCHS, "batch_size": BATCH_SIZE},
-        aggregators=["weighted_mean"],
-        local_update="replace",
-    )
-    federation = build_federation(parse_recipe(values), dataset)
+    partition, training = {"name": "iid", "clients": 2}, {"local_epochs": EPOCHS, "batch_size": BATCH_SIZE}
+    parts = "simsiam", [], ["weighted_mean"], "replace"
+    federation = federation_of(*parts, dataset, partition=partition, training=training)
     return dataclasses.replace(federation, client_rows=[places, places])
 
 
