@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fedssl.cli import app
 from fedssl.engines import pace
@@ -16,6 +15,8 @@ from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.recipe.reading import load_recipe, parse_recipe
 from tests.fedssl.conftest import tiny_values
+from tests.fedssl.data.data_files import random_pixels, write_image
+from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.short_runs import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -103,10 +104,8 @@ def test_the_operator_example_runs():
 
 def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder, count in (("my_images", 20), ("photos", 1)):
-        Path(folder).mkdir()
-        for i in range(count):
-            Image.new("RGB", (40, 40)).save(f"{folder}/{i}.png")
+    for path in (*(f"my_images/{number}.png" for number in range(20)), "photos/0.png"):
+        write_image(Path(path), 0)
     np.savez("mine.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8), y_train=np.arange(90) % 3)
     lines = re.sub(r"\\\n\s*", "", TEXT).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if re.match(r"\s+fedssl [a-z]", line)]
@@ -130,14 +129,11 @@ def test_every_step_of_own_images_works_in_the_pages_order(fedssl_prints):
     """On a small folder of images without labels."""
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    random = np.random.default_rng(0)
     for number in range(60):
-        path = Path("photos") / ("" if number % 2 else "older") / f"{number:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(0, 256, (32, 40, 3), np.uint8)).save(path)
-    labelled = {"x_train": (40, 28, 28), "x_test": (20, 28, 28)}
-    arrays = {name: random.integers(0, 256, shape, np.uint8) for name, shape in labelled.items()}
-    np.savez("labelled.npz", **arrays, y_train=np.arange(40) % 2, y_test=np.arange(20) % 2)
+        folder = Path("photos" if number % 2 else "photos/older")
+        save_array(folder / f"{number:02}.png", random_pixels(32, 40, 3, seed=number))
+    images = {"x_train": random_pixels(40, 28, 28), "x_test": random_pixels(20, 28, 28, seed=1)}
+    np.savez("labelled.npz", **images, y_train=np.arange(40) % 2, y_test=np.arange(20) % 2)
 
     code, commands = take_steps("own_images.md", fedssl_prints)
     assert (code, commands >= 9) == (3, True)
