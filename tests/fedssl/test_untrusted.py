@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -51,10 +52,7 @@ def test_a_file_that_only_the_owners_own_group_can_write_is_not_shared(
     monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name=user, pw_gid=1000))
     monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_gid=gid, gr_mem=members))
     status = os.stat_result((mode, 0, 0, 1, 1000, 1000, 0, 0, 0, 0))
-    if refused:
-        with pytest.raises(OSError, match="other users can change it"):
-            refuse_shared(tmp_path, status)
-    else:
+    with pytest.raises(OSError, match="other users can change it") if refused else nullcontext():
         refuse_shared(tmp_path, status)
 
 

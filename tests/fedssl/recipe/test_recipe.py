@@ -48,6 +48,9 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("aggregators.0.target=friends", ["aggregators.0.target", "'untrained' or 'oracle'", "'friends'"]),
         ("objective.name=byoll", ["objective.name", ", ".join(part_names("objectives"))]),
         ("objective=3", ["objective: expected a part", "got 3"]),
+        ("regularizers=[json:JSONDecoder]", ["json:JSONDecoder must be a subclass of Regularizer"]),
+        ("regularizers=[json:nothing]", ["json:nothing must be a subclass of Regularizer, got None"]),
+        ("regularizers=[nowhere_at_all:Part]", ["nowhere_at_all could not be imported"]),
         ("data.name=mnist", ["data.name", "'digits'", "'mnist'"]),
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
@@ -111,6 +114,8 @@ def test_a_run_with_a_part_file_resumes_from_another_folder(recipe_with_own_part
     assert load_recipe(again, trust=True) == load_recipe(first, trust=True)
 
 
+MEAN = {"name": "representation_mean"}
+ORACLE = MEAN | {"target": "oracle"}
 SMALL_MEMORY = {"objective": {"name": "orchestra", "memory": 3}, "aggregators": ["weighted_mean", "orchestra_clusters"]}
 
 
@@ -126,6 +131,9 @@ SMALL_MEMORY = {"objective": {"name": "orchestra", "memory": 3}, "aggregators": 
         (AVERAGED | {"local_update": "keep_own"}, "keep_own does not go with aggregators .*weighted_mean.*use replace"),
         ({"local_update": "replace"}, "without exchanged weights use keep_own"),
         (AVERAGED | SMALL_MEMORY, "local_clusters is 16, but objective.memory is only 3"),
+        (ALIGNED | {"aggregators": [ORACLE]}, "target oracle and oracle None: .*, and no other, needs the folder"),
+        (ALIGNED | {"aggregators": [MEAN | {"oracle": "timm:resnet18"}]}, "target peers and oracle timm:resnet18"),
+        (ALIGNED | {"aggregators": [ORACLE | {"oracle": "encoder"}], "engine": "flower"}, "engine flower's sites lack"),
         ({"architectures": ["resnet19"]}, "resnet1"),
         ({"training": {"batch_size": 64}}, "fewer than training.batch_size 64.*lower the batch size"),
         ({"partition": {"name": "iid", "clients": 120, "min_samples": 1}}, "client 0 has 1 image, fewer than"),

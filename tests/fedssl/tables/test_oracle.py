@@ -11,13 +11,11 @@ from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
 from fedssl.export.encoder_folder import read_encoder
 from fedssl.federation import build_federation
-from fedssl.recipe.reading import load_stored_recipe, parse_recipe
-from fedssl.recipe.rules import check_parts
+from fedssl.recipe.reading import load_stored_recipe
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.tables.results import Results, read_results, verdict
 from fedssl.tables.runner import run_table
 from fedssl.tables.table import Table, cell_path, cell_recipe, encoder_path
-from tests.fedssl.conftest import ALIGNED, tiny_values
 from tests.fedssl.reports.synthetic_runs import evaluated, make_table, write_run
 
 SMALL = {
@@ -67,21 +65,6 @@ def test_without_a_folder_the_cost_is_that_of_untrained_kernels_and_a_row_withou
 def test_rows_without_the_encoder_they_align_to_fail_and_the_others_go_on(tmp_path):
     with pytest.raises(UserError, match=r"2 of 2 runs failed: oracle, seed 3: .*central.*; central, seed 3: .*batch"):
         run_table(table_of({"training": {"batch_size": 500}}), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("part", "engine", "message"),
-    [
-        ({"target": "oracle"}, "in-process", "target oracle and oracle None: .*, and no other, needs the folder"),
-        ({"oracle": "timm:resnet18"}, "in-process", "target peers and oracle timm:resnet18"),
-        ({"target": "oracle", "oracle": "encoder"}, "flower", "which engine flower's sites lack"),
-    ],
-)
-def test_an_oracle_goes_with_its_target_and_this_machine(part, engine, message):
-    aggregators = [{"name": "representation_mean"} | part]
-    recipe = parse_recipe(tiny_values(**ALIGNED | {"aggregators": aggregators, "engine": engine}))
-    with pytest.raises(UserError, match=message):
-        check_parts(recipe)
 
 
 def test_the_verdict_says_which_share_of_the_room_is_closed():
