@@ -28,7 +28,10 @@ from typing import Any
 
 import numpy as np
 import yaml
+from typer.main import get_command
 
+from fedssl.cli import app
+from tests.fedssl.cli.test_texts import commands
 from tests.fedssl.test_shipped_recipes import SMALL, settings
 
 PROGRAM = [sys.executable, "-m", "fedssl"]
@@ -111,22 +114,9 @@ def work(folder: Path, processes: int) -> None:
     listed = ["recipes"], ["presets"], ["tables"]
     for others in (*listed, ["partition", "fedbyol", *settings("fedbyol")], ["cost", "fedu2", *settings("fedu2")]):
         (printed / " ".join(others)[:60].replace("/", "|")).write_text(command(*others, folder=folder))
-    for path in ([], *commands()):
+    for name in commands(get_command(app)):
+        path = name.split()[1:]
         (printed / f"--help {' '.join(path)}").write_text(command(*path, "--help", folder=folder))
-
-
-def commands() -> list[list[str]]:
-    import typer
-
-    from fedssl.cli import app
-
-    def below(group: Any, path: list[str]) -> list[list[str]]:
-        found = []
-        for name, inner in getattr(group, "commands", {}).items():
-            found += [[*path, name], *below(inner, [*path, name])]
-        return found
-
-    return below(typer.main.get_command(app), [])
 
 
 def content(path: Path, folder: Path) -> bytes:
