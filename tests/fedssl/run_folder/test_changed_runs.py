@@ -104,11 +104,11 @@ def test_a_changed_run_is_not_continued_and_nothing_in_it_is_lost(change, run):
     assert everything(run) == before
 
 
-def without_digests(path: Path) -> None:
-    """Make the manifest what an earlier version wrote."""
+def without_digests(path: Path, **more: object) -> None:
+    """Make the manifest what an earlier version wrote, with more in it if that is given."""
     file = path / "checkpoints" / "manifest.json"
     values = json.loads(file.read_text())
-    file.write_text(json.dumps({key: values[key] for key in ("round", "files", "lengths", "finished")}))
+    file.write_text(json.dumps({key: values[key] for key in ("round", "files", "lengths", "finished")} | more))
 
 
 def test_a_run_of_an_earlier_version_is_continued_and_holds_digests_from_then_on(run):
