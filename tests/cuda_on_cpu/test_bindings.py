@@ -122,25 +122,6 @@ def test_without_own_kernels(bindings, name):
     assert_near(found, truth, case.tolerance)
 
 
-@pytest.mark.parametrize(
-    ("call", "width", "other"),
-    [
-        (linear_cka, 9, 5),
-        (linear_cka, 200, 5),
-        (linear_cka_to_kernel, 9, 20),
-        (lambda x, y: linear_cka_to_kernel(x, y, True), 9, 20),
-    ],
-)
-def test_no_problems(bindings, call, width, other):
-    x, y = torch.ones(0, 20, width, requires_grad=True), torch.ones(0, 20, other)
-    with bindings.on_cuda() as called:
-        value = call(x, y)
-        (gradient,) = torch.autograd.grad(value.sum(), x)
-    assert called
-    assert value.shape == (0,)
-    assert gradient.shape == x.shape
-
-
 HALF, FLOAT, DOUBLE = torch.ones(4, 3, dtype=FP16), torch.ones(4, 3), torch.ones(4, dtype=FP64)
 IMAGES, SAMPLES = torch.ones(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2)
 ONE, LONG = torch.ones(1), torch.ones(1).expand(1, 2**24 + 1)
@@ -227,8 +208,8 @@ def test_a_host_read_is_found(read):
 
 def test_values_that_the_host_does_not_see(bindings):
     """Where the CPU raises an error or warns, a GPU gives NaN, or warns later."""
-    bad, start = torch.eye(3).repeat(2, 1, 1), torch.zeros(4)
-    bad[1, 0, 2] = torch.nan
+    bad, start = torch.diag(torch.tensor([1.0, 2.0, 4.0])).repeat(4, 1, 1), torch.zeros(4)
+    bad[1, 0, 2], bad[2, 0, 1], bad[3, 1, 1] = torch.nan, 0.5, -1.0
     weights, bounds = torch.tensor([torch.inf]), torch.tensor([0.5, 0.6, 0.1])
     cost = torch.full((2, 2), 9.0)
     with bindings.on_cuda(), no_host_reads([bad, start, weights, bounds, cost]):
@@ -236,8 +217,8 @@ def test_values_that_the_host_does_not_see(bindings):
         of_bounds = client_weights(bad[0], lower_bounds=bounds)
         apply_deltas([start], [[bad[0, 0, :1].expand(4)]], weights)
         value = unbalanced_ot(cost, 1.0, 1.0, 0.8, 0.8)
-    assert torch.equal(of_bad[0], torch.full((3,), 1 / 3))
-    assert of_bad[1].isnan().all()
+    torch.testing.assert_close(of_bad[0], torch.tensor([4.0, 2.0, 1.0]) / 7)
+    assert of_bad[1:].isnan().all()
     assert of_bounds.isnan().all()
     assert not start.isfinite().any()
     assert value == pytest.approx(1.6)
