@@ -386,9 +386,7 @@ def first_and_second_round(federation: Federation) -> tuple[State, State]:
 
 
 @pytest.mark.parametrize(("objective", "fresh"), [(BYOL_OF_EIGHT, False), (MOCO_V3, True), (KEPT_TARGET, False)])
-def test_a_target_goes_on_unless_it_is_fresh_and_the_previous_model_is_that_before_the_weights_arrived(
-    objective, fresh, tiny, at_first_step
-):
+def test_a_target_goes_on_unless_it_is_fresh_and_the_previous_model_is_its_own(objective, fresh, tiny, at_first_step):
     """The first target is the first online network."""
     federation = small_federation(tiny, objective=objective, regularizers=["representation_alignment"])
     server, own = federation.method.initial_state().tensors, federation.client(0, Message()).model.online_state()

@@ -46,9 +46,7 @@ def test_a_regular_file_is_read_also_through_a_link(tmp_path):
         ("mara", "users", [], 0o640, False),
     ],
 )
-def test_a_file_that_only_the_owners_own_group_can_write_is_not_shared(
-    user, group, members, mode, refused, tmp_path, monkeypatch
-):
+def test_a_file_of_the_owners_own_group_is_not_shared(user, group, members, mode, refused, tmp_path, monkeypatch):
     monkeypatch.setattr("pwd.getpwuid", lambda uid: SimpleNamespace(pw_name=user, pw_gid=1000))
     monkeypatch.setattr("grp.getgrgid", lambda gid: SimpleNamespace(gr_name=group, gr_gid=gid, gr_mem=members))
     status = os.stat_result((mode, 0, 0, 1, 1000, 1000, 0, 0, 0, 0))

@@ -59,9 +59,7 @@ def test_bfloat16_is_taken_where_a_step_in_it_is_faster(has, given, share, expec
     ],
     ids=["too few passes", "enough", "given", "larger images"],
 )
-def test_a_small_network_is_taken_where_the_time_is_short_for_the_presets(
-    seconds, given, expected, fedssl, monkeypatch, tmp_path
-):
+def test_a_small_network_is_taken_where_the_time_is_short(seconds, given, expected, fedssl, monkeypatch, tmp_path):
     write_two_classes(tmp_path / "photos")
     monkeypatch.setattr(precision, "has_bfloat16", lambda: False)
     monkeypatch.setattr(pace, "measure_pace", lambda federation, _: pace.Pace(seconds, 1.0, 1.0, 1))
