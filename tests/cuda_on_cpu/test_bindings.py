@@ -122,6 +122,25 @@ def test_without_own_kernels(bindings, name):
     assert_near(found, truth, case.tolerance)
 
 
+@pytest.mark.parametrize(
+    ("call", "width", "other"),
+    [
+        (linear_cka, 9, 5),
+        (linear_cka, 200, 5),
+        (linear_cka_to_kernel, 9, 20),
+        (lambda x, y: linear_cka_to_kernel(x, y, True), 9, 20),
+    ],
+)
+def test_no_problems(bindings, call, width, other):
+    x, y = torch.ones(0, 20, width, requires_grad=True), torch.ones(0, 20, other)
+    with bindings.on_cuda() as called:
+        value = call(x, y)
+        (gradient,) = torch.autograd.grad(value.sum(), x)
+    assert called
+    assert value.shape == (0,)
+    assert gradient.shape == x.shape
+
+
 HALF, FLOAT, DOUBLE = torch.ones(4, 3, dtype=FP16), torch.ones(4, 3), torch.ones(4, dtype=FP64)
 IMAGES, SAMPLES = torch.ones(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2)
 ONE, LONG = torch.ones(1), torch.ones(1).expand(1, 2**24 + 1)

@@ -92,6 +92,27 @@ def test_any_number_of_pairs_takes_as_many_calls(bindings, rows):
     assert [one.count for one in profile.key_averages() if one.key in ("aten::bmm", "aten::mm")] == [4]
 
 
+@CENTERED
+@pytest.mark.parametrize("call", TOLERANCE)
+@pytest.mark.parametrize("width", [3, 9])
+def test_zeros_and_a_nan_leave_the_batch_alone(bindings, call, width, centered):
+    """Constant columns are zero once they are centred: values like 0.1 leave rounding behind in a plain mean of 7."""
+    x, y = pair(7, width, 3, (5,), call=call)
+    row = (0.1 * matrix(width, seed=3)).float() * centered
+    constant = row.expand(7, width)
+    x[1] = constant
+    y[2] = constant[:, :3] if call is linear_cka else constant @ constant.mT
+    y[3, 3, 1] = torch.nan
+    wanted = BOTH if call is linear_cka else (True,)
+    values, *gradients = bindings.results(call, x, y, centered, *wanted)
+    assert values.isnan().tolist() == [False, False, False, True, False]
+    assert (values == 0).tolist() == [False, True, True, False, False]
+    assert not any(one[1:3].any() for one in gradients)
+    keep = torch.tensor([0, 4])
+    alone = bindings.results(call, x[keep], y[keep], centered, *wanted)
+    torch.testing.assert_close([values[keep], *(one[keep] for one in gradients)], list(alone), rtol=1e-5, atol=1e-7)
+
+
 def test_a_similarity_of_zero_is_not_negative(bindings):
     """In sample space it is a sum of products, which rounding may leave below 0."""
     x, y = torch.zeros(8, 16), torch.zeros(8, 16)

@@ -17,8 +17,6 @@ from tests.fedkernels.test_client_weights import (
 )
 from tests.fedkernels.test_linear_cka import (
     test_a_zero_matrix_has_cka_and_gradient_zero_and_hides_nothing_that_is_not_finite,
-    test_batch_dimensions_and_broadcasting,
-    test_one_zero_matrix_leaves_the_batch_alone,
     test_scale_does_not_matter,
 )
 from tests.fedkernels.test_two_views import test_other_formats_hold_the_same_views, test_strides_do_not_matter
