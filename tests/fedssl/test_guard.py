@@ -221,9 +221,7 @@ def mean_at(value: float) -> dict[int, Message]:
 @pytest.mark.parametrize(
     ("change", "rate", "refused"), [(4.9, 1.0, False), (5.1, 1.0, True), (90.0, 20.0, False), (110.0, 20.0, True)]
 )
-def test_secure_aggregation_s_mean_is_compared_with_the_state_and_changes_by_more_only_where_the_training_does(
-    change, rate, refused
-):
+def test_a_secure_mean_is_compared_with_the_state_and_changes_by_more_only_at_a_higher_rate(change, rate, refused):
     """The first round of a run that goes on after its cosine has ended trains at twenty times the rate."""
     asked = Asked({k: {WEIGHT: (4,)} for k in range(3)}, rate=rate)
     assert list(refusals(state_at(1.0), mean_at(60.0), asked, 1e6)) == [0, 1, 2]
@@ -292,7 +290,7 @@ def test_a_size_that_all_share_is_the_servers_or_what_most_have(sizes, known, re
     }
 
 
-def test_the_server_forgets_the_metrics_and_refusals_of_the_round_before(tiny):
+def test_the_server_forgets_the_metrics_of_the_round_before(tiny):
     method = build_federation(tiny(**KINDS["eua"])).method
     first = method.initial_state()
     near, far = first.copy(), first.copy()
@@ -301,16 +299,11 @@ def test_the_server_forgets_the_metrics_and_refusals_of_the_round_before(tiny):
         for tensor in state.tensors.values():
             if tensor.is_floating_point():
                 tensor += distance
-    broken = Message(dict(near.tensors))  # it does not say how many samples
-    server = method.aggregate(first, {0: near, 1: far, 2: broken}, 1)
+    server = method.aggregate(first, {0: near, 1: far}, 1)
     assert {"eua_weight/0", "eua_weight/1"} <= server.metrics.keys()
-    assert reasons_in(server, REFUSED).keys() == {2}
     server = method.aggregate(server, {0: near, 2: far}, 2)
     assert {name for name in server.metrics if "eua_weight" in name} == {"eua_weight/0", "eua_weight/2"}
-    assert reasons_in(server, REFUSED) == {}
-    nobody = method.aggregate(server, {}, 3)
-    assert nobody.metrics == {}
-    assert all(torch.equal(tensor, server.tensors[name]) for name, tensor in nobody.tensors.items())
+    assert method.aggregate(server, {}, 3).metrics == {}
 
 
 # Through the engine

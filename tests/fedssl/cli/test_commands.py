@@ -79,7 +79,7 @@ def test_run_evaluate_report_and_resume(fedssl, tmp_path):
     """`fedssl evaluate` repeats the run's own final figures."""
     (tmp_path / "tiny.yaml").write_text(parse_recipe(tiny_values(**ALIGNED | SMALL)).to_yaml())
     folder = tmp_path / "runs" / "tiny-seed0"
-    code, out, _ = fedssl("run", "tiny.yaml", "rounds=1")
+    code, out, _ = fedssl("run", "tiny.yaml", "rounds=1", "evaluation.semi_supervised_protocol.epochs=2")
     assert code == 0
     assert re.search(r"kNN %.*\nraw pixels +\d+\.\d.*\nbefore training +\d+\.\d.*\n0 ", out)
     assert "fedssl report runs/tiny-seed0" in out
