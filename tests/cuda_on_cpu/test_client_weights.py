@@ -51,10 +51,10 @@ def test_narrow_grams(bindings, dtype):
         assert residual(gram, weights) <= 10 * lost
 
 
-@pytest.mark.parametrize(("clients", "entries"), [(33, 17), (40, 21)])
-def test_more_clients_than_entries_have_the_smallest_norm_too(bindings, clients, entries):
-    """Where pivoting runs out of rounds, some of these ended at twice the smallest norm and more."""
-    grams = torch.stack([gram_of(clients, entries, 0.0, seed) for seed in range(20)])
+@pytest.mark.parametrize(("clients", "entries", "seeds"), [(33, 17, (12, 13, 14)), (40, 21, (4, 5, 16, 17))])
+def test_more_clients_than_entries_have_the_smallest_norm_too(bindings, clients, entries, seeds):
+    """Where pivoting ran out of rounds, those of seeds 13, 5 and 17 ended at twice the smallest norm and more."""
+    grams = torch.stack([gram_of(clients, entries, 0.0, seed) for seed in seeds])
     norms = [(weights @ (gram @ weights)) for gram, weights in zip(grams, solve(bindings, grams), strict=True)]
     best = [(weights @ (gram @ weights)) for gram, weights in zip(grams, map(client_weights, grams), strict=True)]
     traces = grams.diagonal(dim1=1, dim2=2).sum(-1)
