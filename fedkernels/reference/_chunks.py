@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fedkernels.reference._precision import no_autocast
+
 
 def chunks(models: Sequence[Sequence[Tensor]], entries: int) -> Iterator[list[list[Tensor]]]:
     """Yields, chunk by chunk, a list of flat pieces for each model: together at most `entries`, on one device.
@@ -35,4 +37,5 @@ def chunks(models: Sequence[Sequence[Tensor]], entries: int) -> Iterator[list[li
 
 def join(pieces: Sequence[Tensor]) -> Tensor:
     """The pieces one after another, in the widest of their dtypes; a single piece as it is."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+    with no_autocast(pieces[0]):  # which joins no other half precision than its own
+        return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))

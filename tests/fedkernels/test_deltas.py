@@ -55,6 +55,16 @@ def test_many_small_tensors_of_any_scale(clients, scale, monkeypatch):
     assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_reference_as_it_is(dtype, narrow):
+    """Autocast joins no tensors of the other half precision; a GPU always has the reference."""
+    models = model(0, dtype), [model(1, dtype)]
+    truth = reference.delta_gram(*models)
+    with torch.autocast("cpu", narrow):
+        assert torch.equal(reference.delta_gram(*models), truth)
+
+
 def test_the_reference_takes_as_many_calls_for_many_tensors():
     """A GPU would wait for each of them."""
 
