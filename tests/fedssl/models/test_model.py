@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from fedssl.errors import UserError
-from fedssl.federation import build_federation
 from fedssl.models.encoders import build_encoder
-from fedssl.models.model import Model, mlp_head
+from fedssl.models.model import mlp_head
 from fedssl.models.stages import StagedEncoder
-from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.small_models import FIRST_TWO, flat_model, scalar_model
 
 INITIALS = {"L": nn.Linear, "B": nn.BatchNorm1d, "R": nn.ReLU}
 
@@ -39,34 +38,21 @@ def test_the_layers_of_a_head(options, layers, sizes, biases):
         torch.testing.assert_close(output.var(dim=0, correction=0), torch.ones(4), atol=1e-2, rtol=0)
 
 
-@pytest.fixture
-def model(noisy) -> Model:
-    """Its online parameters are 1, and its target's 0."""
-    heads = {"name": "byol", "hidden_features": 16, "output_features": 8}
-    model = build_federation(noisy(**AVERAGED, objective=heads)).new_model(0)
-    with torch.no_grad():
-        for network, value in ((model.online, 1.0), (model.target, 0.0)):
-            for parameter in network.parameters():
-                parameter.fill_(value)
-    return model
+def test_images_are_represented_by_the_encoder_or_the_whole_online_network():
+    model, images = flat_model(FIRST_TWO, predictor=((0.0, 1.0), (2.0, 0.0))), torch.arange(4.0).view(1, 1, 2, 2)
+    assert [model.represent(images, layer).tolist() for layer in ("encoder", "predictor")] == [[[0, 1, 2, 3]], [[1, 0]]]
 
 
-def test_images_are_represented_by_the_encoder_or_the_whole_online_network(model):
-    images = torch.randn(3, 1, 8, 8)
-    assert [model.represent(images, layer).shape for layer in ("encoder", "predictor")] == [(3, 128), (3, 8)]
-
-
-def of(model: Model, part: str) -> list[float]:
-    return torch.cat([parameter.flatten() for parameter in model.target[part].parameters()]).unique().tolist()
-
-
-def test_what_trains_moves_by_its_share(model):
+def test_what_trains_moves_by_its_share():
+    model = scalar_model()  # whose target's weights are 0
+    for parameter in model.online.parameters():
+        torch.nn.init.ones_(parameter)
     model.update_target(0.75)
     model.encoder.requires_grad_(False)
     model.update_target(0.75)
     model.update_target(0.5)
-    assert of(model, "encoder") == [0.25]
-    assert of(model, "projector") == [1 - 0.75 * 0.75 * 0.5]
+    assert model.target["encoder"][0].weight.item() == 0.25
+    assert model.target["projector"].weight.item() == 1 - 0.75 * 0.75 * 0.5
 
 
 # Encoders cut into layers

@@ -14,16 +14,17 @@ from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.models import precision
+from fedssl.models.model import Model
 from fedssl.models.precision import Precision, check_precision, contrastive_dtype, networks_compute_in
 from fedssl.objectives import fedx, moco_v3, simclr
 from fedssl.objectives.base import Step
-from fedssl.randomness import seeded
 from fedssl.recipe.overrides import recipe_names
 from fedssl.recipe.recipe import Recipe
 from fedssl.regularizers import global_distillation
 from fedssl.regularizers.base import Regularizer, StepLoss
 from fedssl.training import train_locally
 from tests.fedssl.conftest import AVERAGED
+from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.test_shipped_recipes import small
 
 CPU = torch.device("cpu")
@@ -34,33 +35,20 @@ def _single_thread(one_thread):
     """Networks this small are slower on several threads."""
 
 
-def one_step(recipe: Recipe) -> tuple[LocalRound, dict[str, Tensor]]:
-    """Client 0's round of one step, and the gradients of the last step that an optimiser took."""
+def one_step(recipe: Recipe) -> tuple[Model, dict[str, float], dict[str, Tensor]]:
+    """Client 0 after a round of one step: its model, what it logged, and the gradients of the step."""
     federation = build_federation(recipe)
-    method, client = federation.method, federation.client(0, Message())
-    server = method.initial_state()
-    if method.opening_round:
-        clients = list(range(len(federation.client_rows)))
-        sent = method.broadcast_opening(server, clients)
-        opened = {k: method.client_round(federation.client(k, Message()), sent[k], 0) for k in clients}
-        server = method.aggregate(server, opened, 0)
-        method.client_round(client, sent[0], 0)
-    local = method._local_round(client, method.broadcast(server, [0], 1)[0], 1)
-    if any(regularizer.needs_previous_model for regularizer in method.regularizers):
-        local.previous = client.model.online_state()
-    method.local_update.receive(local)
-    client.model.reset_target()
-    method.schedule.prepare(client.model, method.plan(client.model, 1))
+    opened = train_rounds(federation, 0)
+    client, sent = federation.client(0, opened.clients[0]), federation.method.broadcast(opened.server, [0], 1)[0]
     gradients: dict[str, Tensor] = {}
 
     def keep(*_: Any) -> None:
         gradients.update({name: p.grad for name, p in client.model.named_parameters() if p.grad is not None})
 
     handle = register_optimizer_step_pre_hook(keep)
-    with seeded(0, "masks"):
-        method._train_client(local, 1)
+    reply, _ = federation.method.counted_round(client, sent, 1, most_steps=1)
     handle.remove()
-    return local, gradients
+    return client.model, reply.metrics, gradients
 
 
 #: a recipe without training, and those whose first step is that of another one
@@ -70,16 +58,16 @@ LEFT_OUT = re.compile("scratch|centralised_.*|local_only|fedema|fedu|ssfl|l_dawa
 @pytest.mark.parametrize("name", [name for name in recipe_names() if not LEFT_OUT.fullmatch(name)])
 def test_a_step_of_each_recipe_in_bfloat16_is_that_in_float32_but_for_rounding(name):
     """Losses agree within 2 %: bfloat16 has 8 significant bits, and a product's terms are summed in float32."""
-    exact, exact_gradients = one_step(small(name))
-    rounded, gradients = one_step(small(name, "training.precision=bfloat16"))
+    exact_model, exact, exact_gradients = one_step(small(name))
+    model, rounded, gradients = one_step(small(name, "training.precision=bfloat16"))
     for loss in ("loss", "total_loss"):
-        assert rounded.logged()[loss] == pytest.approx(exact.logged()[loss], rel=0.02, abs=0.02)
-    assert rounded.logged()["loss"] != exact.logged()["loss"]
+        assert rounded[loss] == pytest.approx(exact[loss], rel=0.02, abs=0.02)
+    assert rounded["loss"] != exact["loss"]
     assert gradients.keys() == exact_gradients.keys()
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
     state, expected = (
-        {name: (tensor.dtype, tensor.stride()) for name, tensor in local.client.model.state_dict().items()}
-        for local in (rounded, exact)
+        {name: (tensor.dtype, tensor.stride()) for name, tensor in each.state_dict().items()}
+        for each in (model, exact_model)
     )
     assert state == expected
     one, other = (torch.cat([g.flatten() for g in of.values()]) for of in (gradients, exact_gradients))
@@ -167,7 +155,7 @@ def test_contrastive_losses_take_shorter_rows_on_cuda_alone():
 @pytest.mark.parametrize(("name", "losses"), [("fedsimclr", 1), ("fedmoco_v3", 2), ("fedx", 2)])
 def test_contrastive_losses_of_rounded_rows_are_float32s_but_for_rounding(name, losses, monkeypatch):
     """As on CUDA. The networks compute in float32, so that the rows alone are rounded."""
-    exact, exact_gradients = one_step(small(name))
+    _, exact, exact_gradients = one_step(small(name))
     rows: list[torch.dtype] = []
 
     def noting(loss: Any) -> Any:
@@ -177,9 +165,9 @@ def test_contrastive_losses_of_rounded_rows_are_float32s_but_for_rounding(name, 
         for loss in {"nt_xent", "info_nce"} & vars(module).keys():
             monkeypatch.setattr(module, loss, noting(getattr(module, loss)))
     monkeypatch.setattr(precision, "contrastive_dtype", lambda *_: torch.bfloat16)
-    rounded, gradients = one_step(small(name))
+    model, rounded, gradients = one_step(small(name))
     assert rows == [torch.bfloat16] * losses
-    assert rounded.client.model.rows_dtype is None
-    assert 0 < abs(rounded.logged()["loss"] / exact.logged()["loss"] - 1) < 1e-3
+    assert model.rows_dtype is None
+    assert 0 < abs(rounded["loss"] / exact["loss"] - 1) < 1e-3
     one, other = (torch.cat([g.flatten() for g in of.values()]) for of in (gradients, exact_gradients))
     assert torch.cosine_similarity(one, other, dim=0) > 0.999
