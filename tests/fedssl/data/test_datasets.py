@@ -80,9 +80,6 @@ def test_images_of_one_pixel_are_refused(tmp_path):
     assert load_npz(path, image_size=4).train_images.shape == (12, 1, 4, 4)
 
 
-# Public images
-
-
 def test_public_npz_is_brought_to_the_training_shape(tmp_path):
     arrays, gray = good_arrays(), random_pixels(7, 6, 8)
     path = save(tmp_path / "a.npz", **arrays)
@@ -157,9 +154,6 @@ def test_torchvision_sets_that_are_missing_or_cannot_be_downloaded(tmp_path, mon
     monkeypatch.setattr(torchvision_datasets, "CIFAR10", Mock(side_effect=URLError("no network")))
     options = DataOptions(name="cifar10", path=tmp_path, download=True)
     refused(r"cifar10 could not be downloaded to .*no network", options)
-
-
-# Options
 
 
 @pytest.mark.parametrize(

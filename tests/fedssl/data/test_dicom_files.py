@@ -434,9 +434,6 @@ def test_what_is_not_read_is_named(tmp_path, elements, reason):
         read(file, FILE if "BitsStored" not in elements else (0, 1))
 
 
-# A folder of such files
-
-
 def first(options: DataOptions) -> np.ndarray:
     images = load_dataset(options, 0).train_images
     assert images.shape[1] == 1

@@ -58,9 +58,6 @@ def accuracy(encoder, fraction=0.1, **options):
     return semi_supervised_accuracy(encoder, dataset, fraction, SemiSupervisedOptions(**options), 0)
 
 
-# The labels
-
-
 def test_a_subset_takes_the_fraction_of_every_class_and_at_least_one():
     labels = torch.tensor([0] * 200 + [1] * 50 + [2] * 3 + [4])
     labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
@@ -68,9 +65,6 @@ def test_a_subset_takes_the_fraction_of_every_class_and_at_least_one():
     assert torch.equal(subset, subset.unique())  # ascending, none twice
     assert labels[subset].bincount().tolist() == [20, 5, 1, 0, 1]
     assert labeled_subset(torch.tensor([1, 0, 0, 2]), 1.0, torch.Generator()).tolist() == [0, 1, 2, 3]
-
-
-# The protocols
 
 
 def test_single_values_of_a_protocol_can_be_set():
@@ -129,9 +123,6 @@ def test_it_equals_plain_sgd_on_the_whole_network(name, rates, nesterov):
     torch.testing.assert_close(dict(got.named_parameters()), dict(network.named_parameters()), rtol=1e-3, atol=1e-5)
 
 
-# The images
-
-
 def seen_in_training(augmentation):
     """The images that reach the network in training, with the protocol's batch."""
     images, labels = bright_quarters(40)
@@ -167,9 +158,6 @@ def test_a_batch_of_one_image_takes_the_running_statistics(batch_size, sizes):
     assert steps[-len(sizes) :] == [(size, size > 1) for size in sizes]
 
 
-# What stays as it was
-
-
 def test_the_encoder_and_the_global_generator_stay_as_they_were(encoder):
     encoder.train().requires_grad_(False)  # a target network, say
     before = copy.deepcopy(encoder.state_dict())
@@ -182,9 +170,6 @@ def test_the_encoder_and_the_global_generator_stay_as_they_were(encoder):
     # and what is frozen is fine-tuned all the same, also where gradients are switched off
     with torch.no_grad():
         assert accuracy(encoder, epochs=3) == accuracy(encoder.requires_grad_(True), epochs=3) == frozen
-
-
-# All labels
 
 
 def quarters() -> Dataset:
@@ -229,9 +214,6 @@ def test_the_seed_and_the_augmentation_alone_decide(encoder):
 def test_divergence_is_told(encoder):
     with pytest.raises(UserError, match="learning_rate: fine-tuning diverged at 1e\\+30"):
         accuracy(encoder, learning_rate=1e30, epochs=5)
-
-
-# In a run
 
 
 def test_a_run_fine_tunes_after_training_and_so_does_evaluate(tiny, tmp_path):

@@ -29,9 +29,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Nearest neighbours
-
-
 def wide_blobs(train=90, test=60, seed=0):
     return blobs(train, test, 5, seed=seed, dtype=torch.float64)
 
@@ -141,9 +138,6 @@ def test_small_variation_around_a_large_mean_is_no_collapse():
 def test_a_spectrum_of_what_is_not_finite_is_refused(value):
     with pytest.raises(UserError, match="features: contains NaN or infinite"):
         effective_rank(torch.tensor([[1.0, value]]))
-
-
-# The table of metrics
 
 
 def test_clients_must_not_send_what_anything_but_training_writes():

@@ -51,9 +51,6 @@ def test_weights_of_another_shape_are_refused_and_not_broadcast():
     assert value(model, "encoder") == 0.0
 
 
-# FedU
-
-
 @pytest.mark.parametrize(("second", "divergence", "predictor"), [(-0.3, 0.2, 7.0), (0.9, 0.5, 5.0)])
 def test_fedu_keeps_the_predictor_of_the_client_that_moved_far(second, divergence, predictor):
     """Divergences: near (|0.1| + |-0.3|) / 2 = 0.2, far (0.1 + 0.9) / 2 = 0.5; the threshold is 0.4."""
@@ -75,9 +72,6 @@ def test_fedu_keeps_a_predictor_from_its_threshold_on(divergence, kept):
     memory = Message(numbers={DIVERGENCE: divergence})
     FedU(threshold=0.4).receive(local_round(model, online(scalar_model(6.0, predictor=7.0)), 2, memory=memory))
     assert (value(model, "encoder"), value(model, "predictor")) == (6.0, 5.0 if kept else 7.0)
-
-
-# FedEMA
 
 
 def test_fedema_mixes_by_each_clients_divergence_and_sets_lambda_once():

@@ -49,9 +49,6 @@ def same(state, other):
     return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
 
 
-# Round 0 of a run that starts from an export is the end of the run that made it
-
-
 def test_round_0_equals_the_end_of_the_exported_run(noisy, finished, tmp_path):
     first = finished(noisy(**AVERAGED))
     export_encoder(first, tmp_path / "encoder")
@@ -264,9 +261,6 @@ def test_timms_names(monkeypatch):
     before = torch.random.get_rng_state()
     assert "layer4.1.bn2.weight" in read("timm:resnet18.a1_in1k", "resnet18")
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-# What fits
 
 
 def test_misfits_are_named_with_both_shapes_and_a_long_list_is_cut():

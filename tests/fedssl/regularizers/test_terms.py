@@ -253,9 +253,6 @@ def pixels(*pairs) -> torch.Tensor:
     return torch.tensor(pairs, dtype=torch.float32).reshape(-1, 1, 1, 2)
 
 
-# Distances of weights
-
-
 @pytest.mark.parametrize("part", [Proximal(weight=0.2), DistanceToGlobal(of="weights", weight=0.2)])
 def test_the_distance_of_weights_by_hand(part):
     """Two of four weights move, by 0.3 and -0.4: mu / 2 * (0.09 + 0.16) = 0.025 for mu = 0.2, gradient mu (w - w_t).
@@ -277,9 +274,6 @@ def test_the_distance_of_weights_by_hand(part):
     torch.testing.assert_close(model.encoder.weight.grad, torch.tensor([[0.06, 0.0], [0.0, -0.08]]))
     if isinstance(part, Proximal):
         assert local.logged()["proximal_distance"] == pytest.approx(0.25)  # the mean of 0 and 0.5
-
-
-# The distance of representations from those of the received model
 
 
 def test_the_distance_of_representations_by_hand():
@@ -307,9 +301,6 @@ def test_equal_weights_have_distance_0_in_training_and_no_statistics_change(tiny
     after_forward = {name: t.clone() for name, t in model.state_dict().items()}
     assert float(term(step).detach()) == pytest.approx(0.0, abs=1e-9)
     assert all(torch.equal(t, after_forward[name]) for name, t in model.state_dict().items())
-
-
-# Towards the received model and away from the previous one
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from fedssl.regularizers.sliced_uniformity import SlicedUniformity, sliced_dista
 from fedssl.regularizers.uniformity import Uniformity, sphere_samples
 from tests.fedssl.regularizers.terms import Local, representations, step_of
 
-# FUR
-
 
 def test_fur_by_hand(monkeypatch):
     """One image, the sample s = (0, 1), tau_a = tau_b = 0.8: the plan is one number p >= 0 and the value
@@ -111,9 +109,6 @@ def test_as_printed_it_does_nothing_and_as_it_is_here_it_moves_mass(kind, moved)
     assert float(info.transported_mass) / 128 == pytest.approx(moved, abs=0.01)
 
 
-# The samples of both terms
-
-
 def test_samples_are_on_the_sphere_and_new_for_each_step():
     samples = sphere_samples(2000, 3, torch.Generator().manual_seed(0))
     torch.testing.assert_close(samples.norm(dim=1), torch.ones(2000))
@@ -134,9 +129,6 @@ def test_samples_are_drawn_on_the_models_device(term, monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *size, generator, device: drawn.append(device) or draw(*size))
     assert term.start_round(local)(step_of(draw(8, 6))).isfinite()
     assert set(drawn) == {gpu}
-
-
-# The sliced distance
 
 
 def released_term(points, samples, base, direction):
