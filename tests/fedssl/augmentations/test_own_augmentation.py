@@ -8,10 +8,8 @@ from fedssl.augmentations.base import Augmentation, draw_views
 from fedssl.data.pixels import normalize
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
-from fedssl.recipe.reading import load_recipe, load_stored_recipe, parse_recipe
+from fedssl.recipe.reading import load_recipe, parse_recipe
 from fedssl.recipe.show import resolve_recipe
-from fedssl.run_folder.directory import RunDirectory
-from fedssl.untrusted import own_parts
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from tests.fedssl.killed_runs import contents, killed_and_resumed
 
@@ -82,22 +80,12 @@ def test_what_it_returns_is_checked(returned, got, part, monkeypatch):
         draw_views(part, IMAGES, ROWS, KEY, CPU)
 
 
-def test_a_run_is_resumed_bit_for_bit_and_read_where_its_code_is_unchanged_or_trusted(noise, noisy, finished, tmp_path):
+def test_a_run_is_resumed_bit_for_bit(noise, noisy, finished, tmp_path):
     recipe = noisy(**AVERAGED, augmentation={"name": str(noise), "strength": 0.2})
     straight = run(recipe, tmp_path / "straight").path
     resumed, without = killed_and_resumed(recipe, tmp_path / "killed"), finished(noisy(**AVERAGED))
     assert contents(straight) == contents(resumed)
     assert (straight / "metrics.csv").read_bytes() != (without / "metrics.csv").read_bytes()
-    # its code runs while it is unchanged, or if it is trusted
-    assert own_parts(recipe.model_dump()) == [str(noise)]
-    directory = RunDirectory.open(straight)
-    for resuming in (False, True):
-        assert type(load_stored_recipe(directory, resuming=resuming).augmentation).__name__ == "Noise"
-    noise.write_text(CODE.replace("0.1", "0.3"))
-    for resuming in (False, True):
-        with pytest.raises(UserError, match=r"noise\.py, a part of .* was changed since the run began"):
-            load_stored_recipe(directory, resuming=resuming)
-    assert type(load_stored_recipe(directory, trust=True).augmentation).__name__ == "Noise"
 
 
 def test_an_app_for_sites_that_would_lack_its_file_is_refused(noise, tmp_path):

@@ -18,7 +18,6 @@ from fedssl.evaluation import evaluate, fine_tuning
 from fedssl.evaluation.evaluate import EvaluationOptions
 from fedssl.evaluation.fine_tuning import FineTuning, fine_tuned_network
 from fedssl.models.model import Model
-from fedssl.regularizers.base import endless_views
 from fedssl.regularizers.public_objective import PublicObjective
 from tests.fedssl.evaluation.conftest import bright_quarters, tiny_encoder
 from tests.fedssl.small_models import local_round, scalar_model
@@ -72,15 +71,7 @@ def test_every_seed_client_round_purpose_and_epoch_has_its_own_views():
 # Parts that draw views beside the training step: each purpose and pass over the images has its own
 
 
-def test_fedx_draws_other_views_in_every_pass_and_not_those_of_the_step():
-    local = client_of_alike_images()
-    others = endless_views(local, ALIKE, 4, "relational_distillation", count=1)
-    batches = [view for (view,) in itertools.islice(others, 5)]
-    step = local.views(ALIKE, torch.arange(6), "training")
-    assert distinct(*batches, *step)
-
-
-def test_the_public_objective_draws_other_views_in_every_pass():
+def test_the_public_objective_draws_other_views_in_every_pass_and_not_those_of_the_step():
     local = client_of_alike_images()
     local.client.public_images = ALIKE
     seen: list[torch.Tensor] = []
