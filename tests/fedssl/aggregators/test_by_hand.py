@@ -35,7 +35,6 @@ from fedssl.aggregators.trimmed_mean import TrimmedMean
 from fedssl.aggregators.weighted_mean import DISTANCE, WeightedMean
 from fedssl.client import LocalRound
 from fedssl.data.pixels import normalize
-from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.guard import Asked, capped_images, refusals
@@ -44,7 +43,7 @@ from fedssl.models.model import Model
 from fedssl.objectives.base import Step
 from fedssl.recipe.recipe import FlowerOptions
 from fedssl.regularizers.base_alignment import BaseAlignment
-from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL
+from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.small_models import FIRST_TWO, Scale, local_round, scalar_model, value
@@ -88,27 +87,6 @@ def test_there_is_no_distance_of_one_client_or_of_a_mean_that_stands_for_all():
     assert DISTANCE not in part.aggregate(server, replies).metrics
 
 
-def test_the_distance_over_what_travels_is_that_of_the_whole_networks(tiny):
-    """In the last stage the first two layers are final and do not travel; each client has the same of them."""
-    federation = build_federation(tiny(**LW_FEDSSL | SMALL))
-    done = train_rounds(federation, 2)
-    networks = []
-    for k in range(3):
-        model = federation.client(k, done.clients[k]).model
-        of_the_stage = {f"encoder.{name}" for name in model.encoder.names(range(4), top=4)}
-        weights = [
-            parameter.detach().flatten().double()
-            for name, parameter in model.online.named_parameters()
-            if name in of_the_stage or not name.startswith("encoder.")
-        ]
-        networks.append(torch.cat(weights))
-    distances = [float((networks[a] - networks[b]).norm()) for a, b in ((0, 1), (0, 2), (1, 2))]
-    assert min(distances) > 0
-    assert done.server.metrics[DISTANCE] == pytest.approx(sum(distances) / 3, rel=1e-6)
-    sent = sum(t.numel() for name, t in done.replies[2][0].tensors.items() if "running" not in name)
-    assert sent < len(networks[0])
-
-
 def test_no_distance_is_logged_of_noisy_weights(tiny):
     federation = build_federation(tiny(**AVERAGED | SMALL))
     done = train_rounds(federation, 1)
@@ -123,9 +101,6 @@ def test_no_distance_is_logged_of_noisy_weights(tiny):
         for k, reply in done.replies[1].items()
     }
     assert DISTANCE not in private.method.aggregate(before, replies, 1).metrics
-
-
-# L-DAWA
 
 
 def test_l_dawa_scales_each_tensor_by_its_cosine_and_averages_statistics_by_samples():
@@ -160,9 +135,6 @@ def test_l_dawa_scales_each_tensor_by_its_cosine_and_averages_statistics_by_samp
     assert state.metrics == pytest.approx({"l_dawa_cosine/0": 1.0, "l_dawa_cosine/1": 0.8} | shares | distance)
 
 
-# FedCA's base model
-
-
 def test_the_base_model_is_sent_once_and_kept():
     """Encoders of one number: client 2, base 5. Images 1 and 3: ((2 - 5) 1)^2 = 9 and 81, mean 45.
 
@@ -185,9 +157,6 @@ def test_the_base_model_is_sent_once_and_kept():
         step = Step(torch.tensor(0.0), tuple(map(model.encoder, views)), views=views)
         assert float(term(step).detach()) == pytest.approx(11.25)
         assert value(model, "encoder") == 2.0
-
-
-# FedCA's dictionary
 
 
 def test_the_dictionary_joins_the_clients_newest_projections():
@@ -471,15 +440,3 @@ def test_with_views_a_client_sends_the_mean_over_random_views_of_each_public_ima
     # by which the term whitens its batches
     plain = model.represent(normalize(client.public_images), "encoder").detach()
     torch.testing.assert_close(client.memory.tensors[WHITENING], whitening_matrix(plain), atol=1e-3, rtol=1e-3)
-
-
-def test_everybody_is_asked_before_training_for_representations_of_the_public_images_and_nothing_else(tiny, tmp_path):
-    recipe = tiny(**ALIGNED | SMALL, clients_per_round=1, rounds=1)
-    server = run(recipe, tmp_path / "a").server_state()
-    assert sorted(server.tensors) == [f"representation.{k}" for k in range(3)]
-    federation = build_federation(recipe)
-    idle = next(k for k in range(3) if k not in federation.sampled_clients(1))
-    reply = federation.method.client_round(federation.client(idle, Message()), Message(), 0)
-    assert reply.tensors.keys() == {f"representation.{idle}"}
-    assert reply.tensors[f"representation.{idle}"].shape[0] == 20
-    assert torch.equal(server.tensors[f"representation.{idle}"], reply.tensors[f"representation.{idle}"])
