@@ -1,6 +1,6 @@
 """Layer-wise and progressive training, and none: what trains, stays and travels, and that nobody lacks a layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -8,8 +8,9 @@ import torch
 from fedssl.engines.in_process import run
 from fedssl.errors import UserError
 from fedssl.evaluation.evaluate import evaluate_model
-from fedssl.federation import Federation, build_federation
+from fedssl.federation import build_federation
 from fedssl.messages import Message
+from fedssl.models.model import Model
 from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate
 from fedssl.schedules.base import Plan
@@ -36,9 +37,6 @@ def staged(tiny) -> Callable[..., Recipe]:
         return tiny(**(values | changes))
 
     return build
-
-
-# Plans
 
 
 def test_plans_of_the_papers_setting():
@@ -71,133 +69,105 @@ def test_depth_dropout_keeps_the_first_layer_and_draws_the_others_anew():
     assert [layer_wise.plan(12, n, seed=4) for n in range(166, 181)] != [plans[n] for n in range(166, 181)]
 
 
-# One run, message by message
-
-
-class Exchange:
-    """Rounds of a federation by hand, with every message and state kept."""
-
-    def __init__(self, recipe: Recipe):
-        self.federation: Federation = build_federation(recipe)
-        self.method = self.federation.method
-        self.server = self.method.initial_state()
-        self.states: dict[int, Message] = {}
-        self.layers = self.federation.new_model(None).encoder
-
-    def round(self, number: int, clients: list[int], break_client: int | None = None):
-        """What went down and what came up, by client."""
-        down, up = self.method.broadcast(self.server, clients, number), {}
-        for k in clients:
-            client = self.federation.client(k, self.states.get(k, Message()))
-            up[k] = self.method.client_round(client, down[k], number)
-            if k != break_client:
-                # the whole model, for tests to look at; what a round needs of it is in test_client_states.py
-                self.states[k] = self.federation.client_state(client, self.federation.recipe.rounds)
-        if break_client is not None:
-            up[break_client].tensors.popitem()
-        self.server = self.method.aggregate(self.server, up, number)
-        return down, up
-
-    def names(self, layers, top: int | None = None) -> set[str]:
-        """Entries of some layers; with `top`, what is on top at that depth, and the heads."""
-        heads = [name for name in self.server.tensors if top is not None and not name.startswith("online.encoder.")]
-        return {"online.encoder." + name for name in self.layers.names(layers, top=top)}.union(heads)
+def names(model: Model, layers: Iterable[int], top: int | None = None) -> set[str]:
+    """Entries of some layers; with `top`, what is on top at that depth, and the heads."""
+    heads = [f"online.{name}" for name in model.online.state_dict() if top and not name.startswith("encoder.")]
+    return {f"online.encoder.{name}" for name in model.encoder.names(layers, top=top)}.union(heads)
 
 
 @pytest.fixture(scope="module", params=[("byol", "small_resnet10"), ("simclr", "small_vit")], ids=str)
 def two_stages(request, staged):
-    """Two stages of two layers and two rounds: objective, architecture, and all that was sent and kept, by round."""
+    """Two stages of two layers and two rounds: objective, architecture, model, and what the rounds left."""
     objective, architecture = request.param
     options = {"layers_per_stage": 2, "rounds_per_stage": 2}
-    exchange = Exchange(staged(objective=objective, architecture=architecture, options=options))
-    rounds = {n: (*exchange.round(n, [0, 1]), exchange.server, dict(exchange.states)) for n in range(1, 5)}
-    return objective, architecture, exchange, rounds
+    federation = build_federation(staged(objective=objective, architecture=architecture, options=options))
+    return objective, architecture, federation.new_model(None), train_rounds(federation, 4, [0, 1])
 
 
 def test_nothing_but_the_newest_layers_and_the_heads_is_in_a_message(two_stages):
-    objective, _, exchange, rounds = two_stages
-    newest = {1: [0, 1], 2: [0, 1], 3: [2, 3], 4: [2, 3]}
-    for number, (down, up, _, _) in rounds.items():
-        wanted = exchange.names(newest[number], top=newest[number][1] + 1)
-        final = exchange.names([0, 1]) if number == 3 else set()  # the stage that has just ended
+    objective, _, model, done = two_stages
+    for number, newest in ((1, [0, 1]), (2, [0, 1]), (3, [2, 3]), (4, [2, 3])):
+        wanted = names(model, newest, top=newest[1] + 1)
+        final = names(model, [0, 1]) if number == 3 else set()  # the stage that has just ended
         for k in (0, 1):
-            assert set(up[k].tensors) == wanted
-            assert set(down[k].tensors) == wanted | final
+            assert set(done.replies[number][k].tensors) == wanted
+            assert set(done.sent[number][k].tensors) == wanted | final
         heads = {name.split(".")[1] for name in wanted} - {"encoder"}
         assert heads == ({"projector"} if objective == "simclr" else {"projector", "predictor"})
 
 
 def test_frozen_layers_and_their_buffers_do_not_change_by_a_bit(two_stages):
     """At the server, at each client, and in a client's target network."""
-    objective, architecture, exchange, rounds = two_stages
-    first, final = exchange.method.initial_state().tensors, rounds[2][2].tensors
-    frozen = exchange.names([0, 1])
+    objective, architecture, model, done = two_stages
+    first, final = done.servers[1].tensors, done.servers[3].tensors
+    frozen = names(model, [0, 1])
     assert any(name.endswith("running_var") for name in frozen) == (architecture == "small_resnet10")
     assert any(not torch.equal(first[name], final[name]) for name in frozen)
-    for number in (3, 4):
-        _, _, server, states = rounds[number]
-        for name in frozen:
-            assert torch.equal(server.tensors[name], final[name])
-            for k in (0, 1):
-                own = states[k].tensors
-                assert torch.equal(own["model/" + name], final[name])
-                if objective != "simclr":
-                    assert torch.equal(own["model/" + name.replace("online.", "target.")], final[name])
-        assert any(not torch.equal(server.tensors[n], final[n]) for n in exchange.names([2]))
+    for name in frozen:
+        assert torch.equal(done.servers[4].tensors[name], final[name])
+        assert torch.equal(done.server.tensors[name], final[name])
+        for client in done.clients.values():
+            assert torch.equal(client.tensors["model/" + name], final[name])
+            if objective != "simclr":
+                assert torch.equal(client.tensors["model/" + name.replace("online.", "target.")], final[name])
+    for server in (done.servers[4], done.server):
+        assert any(not torch.equal(server.tensors[name], final[name]) for name in names(model, [2]))
 
 
 def test_a_client_that_joins_late_or_whose_answer_was_refused_receives_what_it_lacks(staged):
-    exchange = Exchange(staged(rounds=8, options={"rounds_per_stage": 2}))
-    for number in range(1, 5):
-        exchange.round(number, [0, 1])
-    for number in (5, 6):  # stage 3; client 2 takes part for the first time in round 6
-        down, _ = exchange.round(number, [0, 1] if number == 5 else [0, 1, 2])
-    active, both = exchange.names([2], top=3), exchange.names([0, 1])
+    federation = build_federation(staged(rounds=8, options={"rounds_per_stage": 2}))
+    method, model, server = federation.method, federation.new_model(None), federation.method.initial_state()
+
+    def exchanged(number: int, clients: list[int], broken: int | None = None) -> dict[int, Message]:
+        """What the server sends; clients answer with weights that have not changed, a broken one leaves one out."""
+        nonlocal server
+        sent, stage = method.broadcast(server, clients, number), (number + 1) // 2
+        weights = {name: server.tensors[name] for name in names(model, [stage - 1], top=stage)}
+        replies = {k: Message(dict(weights), {"samples": 13.0}) for k in clients}
+        if broken is not None:
+            replies[broken].tensors.popitem()
+        server = method.aggregate(server, replies, number)
+        return sent
+
+    for number in range(1, 6):
+        exchanged(number, [0, 1])
+    down = exchanged(6, [0, 1, 2])  # in stage 3; client 2 takes part for the first time
+    active, both = names(model, [2], top=3), names(model, [0, 1])
     assert set(down[0].tensors) == active
     assert set(down[2].tensors) == active | both
-    missing = sum(t.numel() * t.element_size() for n, t in exchange.server.tensors.items() if n in both)
+    missing = sum(t.numel() * t.element_size() for n, t in server.tensors.items() if n in both)
     assert down[2].num_bytes - down[0].num_bytes == missing
-    for name in both:
-        assert torch.equal(exchange.states[2].tensors["model/" + name], exchange.server.tensors[name])
     # client 1 misses the whole of stage 4 but for its last round, and client 0's first answer in it is refused
-    exchange.round(7, [0, 2], break_client=0)
-    assert "refused/0" in exchange.server.config
-    down, _ = exchange.round(8, [0, 1, 2])
+    exchanged(7, [0, 2], broken=0)
+    assert "refused/0" in server.config
+    down = exchanged(8, [0, 1, 2])
     for k in (0, 1):
-        assert set(down[k].tensors) == exchange.names([3], top=4) | exchange.names([2])
-    assert set(down[2].tensors) == exchange.names([3], top=4)
+        assert set(down[k].tensors) == names(model, [3], top=4) | names(model, [2])
+    assert set(down[2].tensors) == names(model, [3], top=4)
 
 
 def test_the_target_network_starts_every_round_as_the_online_one(staged, monkeypatch):
-    exchange = Exchange(staged(objective="byol"))
-    exchange.round(1, [0])
-    moved = exchange.states[0].tensors
+    federation = build_federation(staged(objective="byol"))
+    method, client = federation.method, federation.client(0, Message())
+    server, state = method.initial_state(), client.model.state_dict()
+    method.client_round(client, method.broadcast(server, [0], 1)[0], 1)
     name = "encoder.network.conv1.weight"
-    assert not torch.equal(moved["model/target." + name], moved["model/online." + name])
-    started = []
-    monkeypatch.setattr("fedssl.method.train_locally", lambda local, *rest: started.append(local.client.model))
-    exchange.round(2, [0])
-    assert torch.equal(started[0].state_dict()["target." + name], started[0].state_dict()["online." + name])
-
-
-# Depth dropout
+    assert not torch.equal(state["target." + name], state["online." + name])
+    monkeypatch.setattr("fedssl.method.train_locally", lambda *_: None)
+    method.client_round(client, method.broadcast(server, [0], 2)[0], 2)
+    assert torch.equal(state["target." + name], state["online." + name])
 
 
 def test_a_dropped_layer_is_skipped_and_does_not_travel(staged):
-    options = {"kept_layers": 1}
-    exchange = Exchange(staged("progressive", architecture="small_vit", options=options))
+    federation = build_federation(staged("progressive", architecture="small_vit", options={"kept_layers": 1}))
+    model, done = federation.new_model(None), train_rounds(federation, 4, [0, 1])
     for number in (1, 2, 3, 4):
-        before = exchange.server.tensors
-        down, up = exchange.round(number, [0, 1])
-        wanted = exchange.names({0, number - 1}, top=number)
-        assert set(up[0].tensors) == set(down[0].tensors) == wanted
-        dropped = exchange.names(range(1, number - 1))
-        assert all(torch.equal(exchange.server.tensors[name], before[name]) for name in dropped)
-    model = exchange.method.load_global(exchange.server, lambda: exchange.federation.new_model(None))
-    assert [model.encoder.switches(layer)[0].role for layer in range(4)] == 4 * ["active"]
-
-
-# Whole runs
+        wanted = names(model, {0, number - 1}, top=number)
+        assert set(done.replies[number][0].tensors) == set(done.sent[number][0].tensors) == wanted
+        before, after = done.servers[number].tensors, done.servers[number + 1].tensors
+        assert all(torch.equal(after[name], before[name]) for name in names(model, range(1, number - 1)))
+    whole = federation.method.load_global(done.server, lambda: model)
+    assert [whole.encoder.switches(layer)[0].role for layer in range(4)] == 4 * ["active"]
 
 
 @pytest.mark.parametrize("schedule", ["layer_wise", pytest.param("progressive", marks=pytest.mark.nightly)])
@@ -222,9 +192,6 @@ def test_a_run_is_evaluated_at_its_depth(tiny, tmp_path, monkeypatch):
     assert depths == [4, 2, 4]  # before training the untrained encoder, whole
 
 
-# What does not fit
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -240,9 +207,6 @@ def test_what_does_not_fit_is_refused_before_anything_runs(changes, message, sta
     with pytest.raises(UserError, match=message) as caught:
         build_federation(staged(**changes))
     assert "\n" not in str(caught.value)
-
-
-# No training
 
 
 def test_clients_and_server_keep_the_model_that_training_begins_with(tiny):
