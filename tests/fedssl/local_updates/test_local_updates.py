@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fedssl.aggregators.representation_mean import WHITENING
 from fedssl.client import LocalRound
-from fedssl.data.batches import epoch_batches
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from fedssl.local_updates.fedema import FedEMA
@@ -15,7 +15,6 @@ from fedssl.local_updates.fedu import DIVERGENCE, FedU
 from fedssl.local_updates.replace import Replace
 from fedssl.messages import Message
 from fedssl.models.model import Model
-from fedssl.models.precision import with_channels_last
 from fedssl.recipe.reading import load_recipe
 from fedssl.reports.cost import estimate
 from fedssl.run_folder.directory import RunDirectory
@@ -120,41 +119,34 @@ def training(optimizer, **more):
     return {"local_epochs": 1, "batch_size": 8, "optimizer": optimizer, "learning_rate": 0.01} | more
 
 
-def plain_steps(federation, optimizer, rounds):
-    """Client 0's weights after the same steps with one torch optimiser for all rounds."""
-    method, client = federation.method, federation.client(0, Message())
-    model, options = client.model, method.training
-    model.train()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    decay = options.weight_decay
-    rule: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=decay)
-    if optimizer == "sgd":
-        rule = torch.optim.SGD(parameters, lr=1.0, weight_decay=decay, momentum=options.momentum)
-    for number in range(1, rounds + 1):
-        local = LocalRound(client, Message(), number, method.seed, method.objective, method.augmentation)
-        rule.param_groups[0]["lr"] = options.learning_rate * (0.5 if number == 2 else 1.0)  # cosine over two rounds
-        order = local.generator("order")
-        for rows in epoch_batches(len(client.images), options.batch_size, order):
-            views = tuple(map(with_channels_last, local.views(client.images[rows], rows, "training")))
-            rule.zero_grad()
-            method.objective.step(model, views, client.labels[rows]).loss.backward()
-            rule.step()
-            method.objective.after_step(model)
-    return model.state_dict()
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_rounds_are_the_steps_of_one_optimizer_whose_state_stays_with_the_client(optimizer, tiny):
+    """The gradients of both rounds, given to one torch optimiser, take the first weights to the last ones."""
     options = training(optimizer, learning_rate_schedule="cosine")
     federation = build_federation(tiny(**SMALL | KEPT, training=options))
-    done = train_rounds(federation, 2)
-    state = done.clients[0].tensors
-    for name, expected in plain_steps(federation, optimizer, 2).items():
-        torch.testing.assert_close(state[f"model/{name}"], expected, rtol=0, atol=0)
+    taken: list[list[torch.Tensor]] = []
+
+    def note(rule: torch.optim.Optimizer, *_: Any) -> None:
+        taken.append([parameter.grad.clone() for parameter in rule.param_groups[0]["params"]])
+
+    handle = register_optimizer_step_pre_hook(note)
+    done = train_rounds(federation, 2, [0])
+    handle.remove()
+    state, decay = done.clients[0].tensors, federation.method.training.weight_decay
+    trained = {name: p for name, p in federation.new_model(0).named_parameters() if p.requires_grad}
+    rule: torch.optim.Optimizer = torch.optim.AdamW(trained.values(), weight_decay=decay)
+    if optimizer == "sgd":
+        rule = torch.optim.SGD(trained.values(), weight_decay=decay, momentum=federation.method.training.momentum)
+    for number, gradients in enumerate(taken):
+        rule.param_groups[0]["lr"] = 0.01 if number < len(taken) / 2 else 0.005  # cosine over two rounds
+        for parameter, gradient in zip(trained.values(), gradients, strict=True):
+            parameter.grad = gradient
+        rule.step()
+    for name, expected in trained.items():
+        torch.testing.assert_close(state[f"model/{name}"], expected.detach(), rtol=0, atol=0)
     kept = [name for name in state if name.startswith("memory/optimizer/")]
     assert {name.rpartition("/")[2] for name in kept} == OPTIMIZERS[optimizer]
-    trained = sum(p.requires_grad for p in federation.new_model(0).parameters())
-    assert len(kept) == trained * len(OPTIMIZERS[optimizer])
+    assert len(kept) == len(trained) * len(OPTIMIZERS[optimizer])
     assert all(reply.tensors == {} for replies in done.replies.values() for reply in replies.values())
     renewed = train_rounds(build_federation(tiny(**SMALL, training=options)), 2).clients[0].tensors
     assert not any("optimizer" in name for name in renewed)
