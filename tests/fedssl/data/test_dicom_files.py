@@ -254,9 +254,7 @@ def bare_jpeg(subsampling: str, adobe: bool = False) -> bytes:
         (201, imagecodecs.htj2k_encode(COLOUR, reversible=True), {}, 0),
     ],
 )
-def test_compressed_colours_do_not_follow_a_header_that_contradicts_them(
-    tmp_path, planar, number, content, elements, lost
-):
+def test_compressed_colours_do_not_follow_a_contradicting_header(tmp_path, planar, number, content, elements, lost):
     """JPEG 2000 with transformed colours gives red, green and blue, and no compressed image has planes.
 
     A JPEG with fewer pixels of chroma than of luma, or with Adobe's marker, is no RGB, though GDCM writes so.
@@ -279,9 +277,7 @@ def test_compressed_colours_do_not_follow_a_header_that_contradicts_them(
         (TWELVE, 50, encoded(Image.fromarray(BYTES), "JPEG")),
     ],
 )
-def test_compressed_data_of_another_size_than_the_header_says_is_not_decoded(
-    tmp_path, monkeypatch, pixels, number, content
-):
+def test_compressed_data_of_another_size_is_not_decoded(tmp_path, monkeypatch, pixels, number, content):
     file = write_dicom(tmp_path / "a.dcm", pixels, **compressed(number, content))
     monkeypatch.setattr("pydicom.pixels.decoders.base.Decoder.as_array", None)
     with pytest.raises(BrokenImageError, match=r"its header says 16 x 16 pixels with .* bits .*, its compressed data"):

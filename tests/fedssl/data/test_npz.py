@@ -122,7 +122,6 @@ def spoiled_pixels(value: float, count: int) -> np.ndarray:
         ({"y_train": np.eye(12, dtype=int)}, r"y_train in .* shape \[12, 12\]"),
         ({"y_train": np.array(3)}, r"y_train in .* has shape \[\]; expected"),
         ({"y_train": np.arange(12) * 10**9}, r"renumber the classes"),
-        ({"x_train": np.array([None] * 12)}, r"x_train is an object array"),
         ({"x_train": np.array(["a"] * 12)}, r"x_train in .* type <U1"),
         ({"x_train": random_pixels(12, 48)}, r"x_train in .* shape \[12, 48\]"),
         ({"x_test": np.array(3)}, r"x_test in .* has shape \[\]; expected \[n, H, W\]"),
@@ -274,17 +273,17 @@ def test_damaged_and_unknown_compression(tmp_path, kind):
 
 
 def test_a_file_that_unpacks_to_gigabytes_is_not_read(tmp_path, monkeypatch):
-    """64 MB of zeros in some kB, read where 20 MB of memory are available."""
-    zeros = np.zeros((16, 2048, 2048), np.uint8)
+    """16 MB of zeros in some kB, read where 5 MB of memory are available."""
+    zeros = np.zeros((16, 1024, 1024), np.uint8)
     path = tmp_path / "bomb.npz"
     np.savez_compressed(path, **(good_arrays() | {"x_train": zeros, "y_train": np.zeros(16, int)}))
-    monkeypatch.setattr("fedssl.data.npz.available_memory", lambda: 20_000_000)
+    monkeypatch.setattr("fedssl.data.npz.available_memory", lambda: 5_000_000)
     tracemalloc.start()
-    says = r"arrays take 67\.1 MB of memory \(x_train alone 67\.1 MB\), but only 20\.0 MB are available; store fewer"
+    says = r"arrays take 16\.8 MB of memory \(x_train alone 16\.8 MB\), but only 5\.0 MB are available; store fewer"
     refused(says, of(path))
-    assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
     tracemalloc.stop()
-    refused(r"the arrays take 67\.1 MB", DataOptions(public_path=save(tmp_path / "p.npz", x=zeros)))
+    refused(r"the arrays take 16\.8 MB", DataOptions(public_path=save(tmp_path / "p.npz", x=zeros)))
 
 
 def test_the_available_memory_heeds_the_address_space():
