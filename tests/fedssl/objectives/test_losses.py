@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fedkernels import ViewKey
+from fedssl.augmentations.multi_crop import MultiCrop
 from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
@@ -147,23 +148,14 @@ def test_dinos_prototypes_give_cosines_and_its_head_may_have_batch_norm():
     assert names == ["Linear", "BatchNorm1d", "GELU", "Linear", "BatchNorm1d", "GELU", "Linear"]
 
 
-class Cut(nn.Module):
-    def forward(self, x):
-        return x.detach()
-
-
 @pytest.mark.parametrize("stop", [True, False])
 def test_simsiam_without_stop_gradient_moves_the_targets_too(stop):
     """With predictions cut off from the graph, only the targets can carry a gradient."""
     part = SimSiam(stop_gradient=stop)
     model = plain_model(part)
-    model.online["predictor"] = Cut()
+    model.online["predictor"].register_forward_hook(lambda module, inputs, output: output.detach())
     loss = part.step(model, tuple(view.clone().requires_grad_() for view in VIEWS), LABELS).loss
     assert loss.requires_grad is not stop
-
-
-class OwnViews(RandomViews):
-    pass
 
 
 def test_supervised_training_is_cropped_a_little_and_mirrored_as_the_recipe_says(noisy):
@@ -174,7 +166,7 @@ def test_supervised_training_is_cropped_a_little_and_mirrored_as_the_recipe_says
     constant = torch.full((30, 1, 8, 8), 77, dtype=torch.uint8)  # no colour changes
     views, _ = mild.views(constant, torch.arange(30), ViewKey(0))
     torch.testing.assert_close(views, normalize(constant))
-    for objective, kept in ((Supervised(), OwnViews(**hard)), (BYOL(), RandomViews(**hard))):
+    for objective, kept in ((Supervised(), MultiCrop(**hard)), (BYOL(), RandomViews(**hard))):
         assert objective.training_augmentation(kept) is kept
 
 
