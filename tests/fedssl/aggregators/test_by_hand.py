@@ -333,12 +333,7 @@ def test_what_client_0_can_compute_of_the_others_kernels(fewest, exact):
         assert sent_by(part, server)[FACTOR].isfinite().all()
 
 
-def test_a_mean_of_fewer_clients_than_asked_for_is_not_sent():
-    part, server = RepresentationMean(fewest_clients=2), state_of((20, 3), (20, 3), (20, 3))
-    alone = part.aggregate(Message(), {0: Message({"representation.0": server.tensors["representation.0"]})})
-    assert sent_by(part, alone) == {}
-    together = part.aggregate(Message(), {k: Message({name: a}) for k, (name, a) in enumerate(server.tensors.items())})
-    assert torch.equal(sent_by(part, together)[FACTOR], sent_by(RepresentationMean(), server)[FACTOR])
+def test_a_mean_of_more_clients_than_there_are_is_refused():
     with pytest.raises(UserError, match="fewest_clients is 4, but there are only 3 clients"):
         RepresentationMean(fewest_clients=4).check(3)
 

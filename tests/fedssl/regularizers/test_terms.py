@@ -234,11 +234,6 @@ def test_public_images_leave_no_trace_in_the_running_statistics(name, tiny):
 IDENTITY, EXCHANGED, TURNED = ([[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]], [[0.0, -1.0], [1.0, 0.0]])
 
 
-def encoding(rows) -> Model:
-    """The encoder multiplies two pixels by the rows; there are no heads."""
-    return Model({"encoder": Scale(rows)})
-
-
 def weights(rows, part="encoder") -> Message:
     return Message({f"online.{part}.weight": torch.tensor(rows)})
 
@@ -282,7 +277,7 @@ def test_the_distance_of_representations_by_hand():
     View 1 has the images (1, 0) and (3, 3): at distances |(1, 0) - (0, 1)|^2 = 2 and 0, so the mean is 1.
     View 2 has (0, 2) and (5, 0): both at distance 2 whatever their length. The mean over the views is 1.5.
     """
-    part, model = DistanceToGlobal(weight=0.4), encoding(IDENTITY)
+    part, model = DistanceToGlobal(weight=0.4), Model({"encoder": Scale(IDENTITY)})
     local = local_round(model, weights(EXCHANGED))
     value = part.start_round(local)(step_at(model, pixels((1, 0), (3, 3)), pixels((0, 2), (5, 0))))
     assert float(value.detach()) == pytest.approx(0.4 / 2 * 1.5)
