@@ -27,12 +27,8 @@ from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.test_shipped_recipes import small
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # networks this small are slower on several
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _single_thread(one_thread):
-    """Networks this small are slower on several threads."""
 
 
 def one_step(recipe: Recipe) -> tuple[Model, dict[str, float], dict[str, Tensor]]:

@@ -202,9 +202,7 @@ def test_an_error_of_the_second_view_is_raised_and_nothing_is_left_changed(noisy
 
 
 @pytest.mark.parametrize(("from_global_generators", "symmetric"), [(False, True), (True, True), (False, False)])
-def test_the_next_views_are_drawn_in_the_second_thread(
-    from_global_generators, symmetric, noisy, two_threads, monkeypatch
-):
+def test_next_views_come_from_the_second_thread(from_global_generators, symmetric, noisy, two_threads, monkeypatch):
     """Unless they come from the global generators, which this thread may use, or this thread has all threads."""
     in_main: list[bool] = []
     views = RandomViews.views
@@ -234,9 +232,7 @@ def test_the_next_views_are_drawn_in_the_second_thread(
         *((layer, True) for layer in (nn.Dropout(0.0), DropPath(0.0), nn.InstanceNorm2d(3), nn.BatchNorm2d(3))),
     ],
 )
-def test_a_network_whose_passes_depend_on_those_before_takes_one_view_after_the_other(
-    layer, at_a_time, noisy, two_threads
-):
+def test_passes_that_depend_on_those_before_follow_one_another(layer, at_a_time, noisy, two_threads):
     model, _ = model_and_views(noisy)
     model.online["projector"].append(layer)
     with model.views_at_a_time() as threads:

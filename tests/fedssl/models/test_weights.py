@@ -71,12 +71,8 @@ def test_every_client_and_target_network_starts_from_the_weights_of_its_architec
         assert same(model.encoder.state_dict(), expected)
         assert same(model.target["encoder"].state_dict(), expected)
         assert same(model.online["projector"].state_dict(), other.online["projector"].state_dict())
-    for wrong, says in (
-        (path, r"architectures has small_convnet, small_convnet_wide: give a mapping such as"),
-        ({"small_vit": path}, r"model\.weights names small_vit, but architectures has"),
-    ):
-        with pytest.raises(UserError, match=says):
-            build_federation(noisy(**hetero, model={"weights": wrong}))
+    with pytest.raises(UserError, match="architectures has small_convnet, small_convnet_wide: give a mapping such as"):
+        build_federation(noisy(**hetero, model={"weights": path}))
 
 
 # Which files are read
@@ -215,7 +211,7 @@ def test_what_is_no_weights_is_refused_and_code_in_a_file_never_run(tmp_path, ca
 
 
 def test_a_small_file_of_large_weights_is_refused_before_it_is_unpacked(tmp_path):
-    torch.save({"weight": torch.zeros(2**24)}, tmp_path / "plain.pt")
+    torch.save({"weight": torch.zeros(2**22)}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
         for entry in plain.infolist():
             bomb.writestr(entry.filename, plain.read(entry), zipfile.ZIP_DEFLATED)
@@ -226,7 +222,7 @@ def test_a_small_file_of_large_weights_is_refused_before_it_is_unpacked(tmp_path
     (tmp_path / "lies.pt").write_bytes(text[: at + 24] + (2**31).to_bytes(4, "little") + text[at + 28 :])
     assert (tmp_path / "bomb.pt").stat().st_size < 2**20
     for name, says in {
-        "bomb.pt": r"bomb\.pt has [\d,]+ bytes, but what it holds would take 67,1",
+        "bomb.pt": r"bomb\.pt has [\d,]+ bytes, but what it holds would take 16,7",
         "lies.pt": r"lies\.pt has .* bytes, but what it holds would take 2,147,",
         "expanded.pt": r"expanded\.pt has .* bytes, but what it holds would take 4,398,046,511,104,",
     }.items():
