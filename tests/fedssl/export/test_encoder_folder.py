@@ -15,7 +15,7 @@ from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
 from fedssl.export import onnx_file
 from fedssl.export.encoder_folder import export_encoder, read_encoder
-from fedssl.export.onnx_file import FILE, MEAN, STD
+from fedssl.export.onnx_file import FILE
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
@@ -86,9 +86,7 @@ def loaded_by_timm(folder):
         pytest.param("vit_tiny_patch16_224", 3, 32, True, marks=pytest.mark.nightly),
     ],
 )
-def test_a_program_without_fedssl_gets_the_runs_features(
-    features_of_a_stranger, tmp_path, architecture, channels, side, by_timm
-):
+def test_a_stranger_gets_the_runs_features(features_of_a_stranger, tmp_path, architecture, channels, side, by_timm):
     run, federation = finished_run(tmp_path, channels, side, architectures=[architecture])
     folder = export_encoder(run, tmp_path / "encoder")
     pixels = federation.dataset.test_images[:5]
@@ -180,14 +178,7 @@ def test_an_export_needs_a_finished_run_but_no_data_and_tells_how_but_not_where_
     directory.commit(1, directory.server_state(), finished=False)
     with pytest.raises(UserError, match=r"is not finished \(1 rounds are done\): continue it with fedssl run --resume"):
         export_encoder(run, tmp_path / "unfinished")
-    with pytest.raises(UserError, match="not a run's folder"):
-        export_encoder(tmp_path, tmp_path / "unfinished")
     assert not (tmp_path / "unfinished").exists()
-
-
-def test_the_normalisation_is_that_of_the_training():
-    pixels = torch.arange(256, dtype=torch.uint8)
-    torch.testing.assert_close((pixels.float() / 255 - MEAN) / STD, normalize(pixels))
 
 
 def test_an_export_is_read_and_a_damaged_one_refused(tmp_path):
@@ -215,17 +206,13 @@ def test_an_export_is_read_and_a_damaged_one_refused(tmp_path):
         (folder / "config.json").write_text(text)
         with pytest.raises(UserError, match=says):
             read_encoder(folder)
-    with pytest.raises(UserError, match="is not an exported encoder"):
-        read_encoder(tmp_path)
 
 
 # ONNX: it takes pixels between 0 and 1
 
 
 @pytest.mark.parametrize("architecture", ["small_convnet", pytest.param("small_vit", marks=pytest.mark.nightly)])
-def test_onnx_gives_the_features_for_any_number_of_images_and_is_left_out_where_they_differ(
-    architecture, tmp_path, monkeypatch
-):
+def test_onnx_gives_the_features_or_is_left_out_where_they_differ(architecture, tmp_path, monkeypatch):
     pytest.importorskip("onnxscript")
     made, real = [], torch.onnx.export
 

@@ -10,15 +10,11 @@ from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
 from fedssl.reports.cost import estimate, format_bytes, totals
-from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
+from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL, tiny_values
 from tests.fedssl.reports.figures import logged, predicted
 
 LAYER_WISE: dict[str, Any] = AVERAGED | {"rounds": 8, "schedule": {"name": "layer_wise", "rounds_per_stage": 2}}
 TWO_STAGES = LAYER_WISE | {"rounds": 4, "schedule": LAYER_WISE["schedule"] | {"layers_per_stage": 2}}
-TRANSFORMER = {
-    "architectures": ["small_vit"],
-    "objective": {"name": "moco_v3", "hidden_features": 16, "output_features": 8},
-}
 UNEVEN = {"partition": {"name": "dirichlet", "clients": 5, "min_samples": 9, "alpha": 1.0}}
 #: what no shipped recipe has; test_shipped_recipes.py does the same with each of these
 KINDS = {
@@ -34,7 +30,7 @@ KINDS = {
     "layer-wise, aligned to previous models, dropping out, bfloat16 on the wire": TWO_STAGES
     | {"regularizers": ["representation_alignment", "proximal"], "client_dropout": 0.4, "transport": "bfloat16"},
     "depth dropout": TWO_STAGES
-    | TRANSFORMER
+    | {"architectures": ["small_vit"], "objective": LW_FEDSSL["objective"]}
     | {"schedule": TWO_STAGES["schedule"] | {"kept_layers": 1}, "client_dropout": 0.3},
 }
 

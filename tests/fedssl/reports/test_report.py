@@ -93,9 +93,7 @@ def test_the_page_stands_alone(tiny, tmp_path):
     ("partition", "counts", "drawn"),
     [("sites", [[60], [0]], True), ("sites", [[0], [0]], False), ("iid", [[0], [0]], True)],
 )
-def test_the_page_of_sites_tells_who_holds_what_and_who_was_left_out_when_and_why(
-    partition, counts, drawn, tiny, tmp_path
-):
+def test_the_page_of_sites_tells_who_holds_what_and_who_was_left_out(partition, counts, drawn, tiny, tmp_path):
     recipe = tiny(partition={"name": partition, "clients": 2}, rounds=9)
     reasons = [(n, 1, "no answer within 5 s") for n in (1, 2, 4, 7, 8, 9)] + [(3, 1, HOSTILE), (3, 0, "a\x1b[2J")]
     rows = rows_of([1.0, 2.0], [4.0, 5.0], rounds=9)
