@@ -333,7 +333,10 @@ def test_what_client_0_can_compute_of_the_others_kernels(fewest, exact):
         assert sent_by(part, server)[FACTOR].isfinite().all()
 
 
-def test_a_mean_of_more_clients_than_there_are_is_refused():
+def test_the_mean_of_as_many_clients_as_asked_for_is_that_of_all_and_of_more_than_there_are_is_refused():
+    part, server = RepresentationMean(fewest_clients=2), state_of((20, 3), (20, 3), (20, 3))
+    together = part.aggregate(Message(), {k: Message({name: a}) for k, (name, a) in enumerate(server.tensors.items())})
+    assert torch.equal(sent_by(part, together)[FACTOR], sent_by(RepresentationMean(), server)[FACTOR])
     with pytest.raises(UserError, match="fewest_clients is 4, but there are only 3 clients"):
         RepresentationMean(fewest_clients=4).check(3)
 
