@@ -126,13 +126,14 @@ def test_relational_loss_of_two_clients():
     assert float(both) == pytest.approx(expected / 2)
 
 
-def test_relational_distillation_trains_the_network():
-    model = flat_model(FIRST_TWO)
+def test_gradients_of_relational_distillation_pass_both_views_and_the_random_images():
+    model, projections = flat_model(FIRST_TWO), torch.rand(2, 3, 2, requires_grad=True)
     local = local_round(model, images=SIX_IMAGES, objective=FedX())
     term = RelationalDistillation(batch_size=4).start_round(local)
-    loss = term(Step(torch.tensor(0.0), (), tuple(model.online["projector"](v) for v in torch.rand(2, 3, 1, 2, 2))))
+    loss = term(Step(torch.tensor(0.0), (), tuple(projections)))
     loss.backward()
     assert local.logged()["local_relational_loss"] == pytest.approx(float(loss.detach()))
+    assert projections.grad.abs().sum(dim=(1, 2)).min() > 0
     assert model.online["projector"].weight.grad.abs().sum() > 0
 
 
