@@ -80,26 +80,15 @@ def nt_xent(first: Tensor, second: Tensor) -> Tensor:
     return definitions.nt_xent(F.normalize(first, dim=1), F.normalize(second, dim=1), 0.3).mean()
 
 
-def of_labels(labels: Tensor, all_positives: bool) -> Callable[[Tensor], Tensor]:
+def of_pairs(logits: Tensor, positive: Tensor, negative: Tensor, all_positives: bool) -> Tensor:
     """SupConLoss with `all_positives` in each denominator, NTXentLoss with that of the pair alone."""
-
-    def loss(x: Tensor) -> Tensor:
-        x = F.normalize(x, dim=1)
-        logits = x @ x.T / 0.2
-        positive = (labels[:, None] == labels).fill_diagonal_(False)
-        negative = labels[:, None] != labels
-        if not positive.any() or not negative.any():
-            return 0 * x.sum()
-        terms = []
-        for a, p in positive.nonzero():
-            counted = positive[a] | negative[a] if all_positives else negative[a].index_fill(0, p, True)
-            terms.append(logits[a, counted].logsumexp(0) - logits[a, p])
-        if not all_positives:
-            return torch.stack(terms).mean()
-        of_each = positive.sum(1)[positive.nonzero()[:, 0]]
-        return (torch.stack(terms) / of_each).sum() / positive.any(1).sum()
-
-    return loss
+    if not positive.any() or not negative.any():
+        return 0 * logits.sum()
+    terms = []
+    for a, p in positive.nonzero():
+        counted = positive[a] | negative[a] if all_positives else negative[a].index_fill(0, p, True)
+        terms.append((logits[a, counted].logsumexp(0) - logits[a, p]) / (positive[a].sum() if all_positives else 1))
+    return sum(terms) / (positive.any(1).sum() if all_positives else len(terms))
 
 
 def ranking(scale: float = 20.0, both: bool = False, cosine: bool = True) -> Callable[..., Tensor]:
@@ -134,8 +123,11 @@ def labelled(name: str, labels: list[int]) -> Loss:
     def make(losses: ModuleType) -> Callable[[Tensor], Tensor]:
         return lambda x: getattr(losses, name)(0.2)(x, classes)
 
+    def definition(x: Tensor) -> Tensor:
+        x, equal = F.normalize(x, dim=1), classes[:, None] == classes
+        return of_pairs(x @ x.T / 0.2, equal.clone().fill_diagonal_(False), ~equal, name == "SupConLoss")
+
     # The numbers of rows of each class are counted in Python.
-    definition = of_labels(classes, all_positives=name == "SupConLoss")
     return Loss("pytorch_metric_learning.losses", make, definition, columns(1), rows=len(labels), one_graph=False)
 
 

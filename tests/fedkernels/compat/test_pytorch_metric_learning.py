@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedkernels.compat import pytorch_metric_learning as ours
+from tests.fedkernels.compat.losses import of_pairs
 from tests.fedkernels.refusals import refusals
 
 NAMES = ["NTXentLoss", "SupConLoss"]
@@ -103,12 +104,7 @@ def test_all_pairs_by_their_indices_are_the_batch(name):
 def test_the_rows_of_a_reference_are_the_others_of_each_pair(name):
     logits = F.normalize(EMBEDDINGS, dim=1) @ F.normalize(OTHERS[:5], dim=1).T / 0.2
     positive = CLASSES[:, None] == CLASSES[:5]
-    if name == "NTXentLoss":
-        of_negatives = logits.masked_fill(positive, -torch.inf).logsumexp(1)
-        expected = F.softplus(of_negatives[:, None] - logits)[positive].mean()
-    else:
-        losses = -logits.log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)
-        expected = losses.sum() / positive.any(1).sum()
+    expected = of_pairs(logits, positive, ~positive, all_positives=name == "SupConLoss")
     found = getattr(ours, name)(0.2)(EMBEDDINGS, CLASSES, ref_emb=OTHERS[:5], ref_labels=CLASSES[:5])
     torch.testing.assert_close(found, expected)
 
