@@ -70,10 +70,7 @@ def need_gpu() -> None:
 
 def is_on_gpu(request: pytest.FixtureRequest) -> bool:
     """Does this case of a test run the operators on a GPU?"""
-    return (
-        getattr(request.node, "callspec", None) is not None
-        and request.node.callspec.params.get("implementation") == "cuda"
-    )
+    return hasattr(request.node, "callspec") and request.node.callspec.params.get("implementation") == "cuda"
 
 
 def rounding_of_weights(function: Callable[..., Any], *dtypes: torch.dtype) -> float:
@@ -135,9 +132,9 @@ def needs_native() -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Three processes. They end with the last test of a file: other tests of the same process count its children."""
-    group = Ranks(3, tmp_path_factory.mktemp("ranks"))
+    group = Ranks(getattr(request, "param", 3), tmp_path_factory.mktemp("ranks"))
     yield group
     group.stop()
 
