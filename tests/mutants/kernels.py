@@ -19,27 +19,20 @@ from tests.mutants.copied_tree import COPY, ROOT, copy_sources, found_by
 RESULTS = Path(__file__).with_name("kernels.json")
 MARK = re.compile(r"^ *// fault: (.+?) ->(?: (.+))?$")
 TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver endless, and then it is found
-# A source whose tests do not have its name: those that find its faults.
-TESTS = {
-    "_transport_interior_point": "unbalanced_ot_stiff",
-    "_transport_problem": "unbalanced_ot",
-    "add_products": "accumulate_cka",
-    "all_logits": "contrastive",
-    "apply_deltas": "deltas",
-    "clip_loss": "contrastive",
-    "delta_gram": "deltas",
-    "hsic_pairwise": "accumulate_cka",
-    "info_nce": "contrastive",
-    "linear_cka_feature_space": "linear_cka",
-    "linear_cka_matrices": "accumulate_cka",
-    "logits": "contrastive",
-    "nt_xent": "contrastive",
-    "sigmoid_loss": "contrastive",
-    "similarity_logsumexp": "contrastive",
-    "supervised_contrastive_loss": "contrastive",
-    "unbalanced_ot_interior_point": "unbalanced_ot_stiff",
-    "view_parameters": "two_views",
+# Sources whose tests do not have their name, by the tests that find their faults.
+OF_TESTS = {
+    "accumulate_cka": ("add_products", "hsic_pairwise", "linear_cka_matrices"),
+    "contrastive": (
+        *("all_logits", "clip_loss", "info_nce", "logits", "nt_xent", "sigmoid_loss", "similarity_logsumexp"),
+        "supervised_contrastive_loss",
+    ),
+    "deltas": ("apply_deltas", "delta_gram"),
+    "linear_cka": ("linear_cka_feature_space",),
+    "two_views": ("view_parameters",),
+    "unbalanced_ot": ("_transport_problem",),
+    "unbalanced_ot_stiff": ("_transport_interior_point", "unbalanced_ot_interior_point"),
 }
+TESTS = {source: tests for tests, sources in OF_TESTS.items() for source in sources}
 
 
 class Fault(NamedTuple):

@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,11 +77,6 @@ def changes_of(file: str) -> list[Change]:
     return found
 
 
-def sample_of(files: Iterable[str], size: int, seed: int) -> list[Change]:
-    changes = [change for file in sorted(files) for change in changes_of(file)]
-    return sorted(random.Random(seed).sample(changes, min(size, len(changes))))
-
-
 def tests_of(file: str) -> list[list[str]]:
     """The tests that may find a change of the file, in the order in which to ask them."""
     path = Path("tests") / file.replace("/reference/", "/")  # an operator's tests are those of its reference
@@ -137,7 +131,8 @@ def main() -> None:
     if not given.files and RESULTS.exists():
         kept = json.loads(RESULTS.read_text(encoding="utf-8"))
     files = given.files or [str(path.relative_to(ROOT)) for pattern in SOURCES for path in ROOT.glob(pattern)]
-    changes = sample_of(files, given.sample, given.seed)
+    changes = [change for file in sorted(files) for change in changes_of(file)]
+    changes = sorted(random.Random(given.seed).sample(changes, min(given.sample, len(changes))))
     if not given.survivors:
         COPY.mkdir(parents=True, exist_ok=True)
         copy_sources(compiled=True)
