@@ -28,17 +28,15 @@ LOSSES["supervised_contrastive_loss"] = lambda first, second, *given, **options:
 )
 
 
-def numbers(loss: str, *values: float) -> list[Tensor]:
+def numbers(loss: str) -> list[float]:
     """The loss's temperature or scale, and its bias if it has one."""
-    wanted = values if loss == "sigmoid_loss" else values[:1]
-    return [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in wanted]
+    return [0.5, -1.0] if loss == "sigmoid_loss" else [0.5]
 
 
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "sigmoid_loss", "supervised_contrastive_loss"])
 def test_opcheck(loss):
     query, key = inputs((4, 3), (4, 3))
-    numbers = [2.0, -1.0] if loss == "sigmoid_loss" else 2.0  # scale and bias
-    scale = torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(numbers(loss), dtype=torch.float64).squeeze().requires_grad_()
     name = str(dist.group.WORLD.group_name)
     torch.library.opcheck(
         torch.ops.fedkernels.distributed_losses.default,
@@ -62,7 +60,7 @@ def test_opcheck_of_the_gradients(method):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compile(loss):
-    given = *inputs((4, 3), (4, 3)), *numbers(loss, 0.5, -0.6)
+    given = *inputs((4, 3), (4, 3)), *(torch.tensor(one).double().requires_grad_() for one in numbers(loss))
     function = LOSSES[loss]
     compiled = torch.compile(lambda *given: function(*given, method="ring"), fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(function(*given), given)
@@ -71,8 +69,7 @@ def test_compile(loss):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_exported_program_serves_batches_of_other_sizes(loss):
-    numbers = 0.5, *[-1.0][: loss == "sigmoid_loss"]
-    assert_exports(lambda *rows: LOSSES[loss](*rows, *numbers), lambda n: inputs((n, 3), (n, 3)))
+    assert_exports(lambda *rows: LOSSES[loss](*rows, *numbers(loss)), lambda n: inputs((n, 3), (n, 3)))
 
 
 @METHOD
