@@ -7,6 +7,7 @@ import torch
 
 from fedkernels import ViewKey, ViewOptions, two_views, view_parameters
 from fedkernels.internal import native
+from tests.fedkernels.conftest import by_reference
 
 BF16, FP32 = torch.bfloat16, torch.float32
 KEY = ViewKey(seed=2**62 + 7, client=3, round=2**32 - 1, epoch=5)
@@ -28,14 +29,6 @@ def numbers(count, first=0):
 def only(**changes):
     """Options with everything off but `changes`."""
     return ViewOptions(**{**vars(OFF), **changes})
-
-
-def by_reference(*arguments, **options):
-    if native.module is None:
-        pytest.skip("it would be compared with itself")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "module", None)
-        return two_views(*arguments, **options)
 
 
 def by_torchvision(images, samples, key, options):
@@ -98,21 +91,24 @@ def test_gray_pixels_ties_and_extremes():
     assert_near(two_views(image, numbers(40), KEY, options), by_torchvision(image, numbers(40), KEY, options), 5e-5)
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(("height", "width"), EDGES)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_sizes_beside_registers(height, width, channels):
     """Any compiled operator draws the reference's parameters to the bit: one wrong box would show."""
     images, samples = random_bytes(60, channels, height, width), numbers(60, 2**40)
-    assert_near(two_views(images, samples, KEY, STRONG), by_reference(images, samples, KEY, STRONG))
+    assert_near(two_views(images, samples, KEY, STRONG), by_reference()(two_views)(images, samples, KEY, STRONG))
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("ratio", [(1 / 3, 3.0), (0.01, 0.02), (50.0, 100.0)])
 def test_drawn_boxes_of_many_samples(ratio):
     """Small images whose entries tell where they lie: the views tell which box was cut."""
     y, x = torch.meshgrid(torch.arange(12), torch.arange(12), indexing="ij")
     images = torch.stack([20 * y, 20 * x, y * x]).to(torch.uint8).expand(5000, 3, 12, 12)
     options = only(crop_scale=(0.01, 1.0), crop_ratio=ratio, flip=0.5)
-    assert_near(two_views(images, numbers(5000), KEY, options), by_reference(images, numbers(5000), KEY, options))
+    given = images, numbers(5000), KEY, options
+    assert_near(two_views(*given), by_reference()(two_views)(*given))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -151,14 +147,6 @@ def test_a_view_depends_on_its_sample_and_not_on_the_batch():
     for chosen in (order, order[:5], order[:1]):
         views = two_views(images[chosen], samples[chosen], KEY)
         assert all(torch.equal(one, other[chosen]) for one, other in zip(views, truth, strict=True))
-
-
-def test_other_samples_views_and_keys_draw_other_numbers():
-    images = random_bytes(1, 3, 17, 17).expand(6, 3, 17, 17)
-    keys = [KEY, *(KEY._replace(**{name: value}) for name, value in zip(KEY._fields, (8, 4, 1, 6), strict=True))]
-    keys.append(KEY._replace(seed=KEY.seed - 2**62))
-    flat = torch.cat([view for key in keys for view in two_views(images, numbers(6), key)]).flatten(1)
-    assert len(flat.unique(dim=0)) == len(flat)
 
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)])

@@ -17,6 +17,10 @@ OPTIONS = ViewOptions(saturation=1.3, solarize=0.3)
 NUMBERS = torch.arange(DRAWS // 2)
 
 
+def words_of(counter, key):
+    return [int(word) for word in philox(*([torch.tensor(word) for word in of] for of in (counter, key)))]
+
+
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -28,18 +32,14 @@ NUMBERS = torch.arange(DRAWS // 2)
 def test_philox_gives_the_published_words(counter, key, words):
     """Those of Random123's kat_vectors, "philox4x32 10"."""
     counter, key, words = ([int(word, 16) for word in text.split()] for text in (counter, key, words))
-    assert [int(word) for word in philox(*([torch.tensor(word) for word in of] for of in (counter, key)))] == words
+    assert words_of(counter, key) == words
 
 
 def test_words_are_counted_by_sample_view_and_draw():
     """As they stand in the docstrings, for one view of one sample: the flip is word 6, so the third of block 1."""
     key, sample = ViewKey(seed=5 + (6 << 32), client=7, round=8, epoch=9), (3 << 32) + 4
-
-    def words(*counter, key):
-        return [int(word) for word in philox(*([torch.tensor(word) for word in of] for of in (counter, key)))]
-
-    derived = words(7, 8, 9, 0, key=(5, 6))[:2]
-    flip = words(4, 3, 1, 1, key=derived)[2] / 2**32
+    derived = words_of((7, 8, 9, 0), key=(5, 6))[:2]
+    flip = words_of((4, 3, 1, 1), key=derived)[2] / 2**32
     for probability, expected in ((flip, False), (flip + 2**-32, True)):
         drawn = view_parameters(torch.tensor([sample]), key, 9, 9, ViewOptions(flip=probability))
         assert bool(drawn.flip[1, 0]) is expected
@@ -142,7 +142,7 @@ def test_where_no_shape_fits_the_largest_central_one_is_cut(height, width, ratio
     assert box in boxes.flatten(0, 1).tolist()
 
 
-def test_boxes_lie_inside_and_ranges_hold():
+def test_boxes_lie_inside():
     for height, width in ((2, 2), (2, 9), (50, 3), (31, 31)):
         boxes = view_parameters(torch.arange(500), ViewKey(1), height, width, ViewOptions()).boxes
         top, left, box_height, box_width = boxes.unbind(-1)
@@ -150,10 +150,6 @@ def test_boxes_lie_inside_and_ranges_hold():
         assert min(box_height.min(), box_width.min()) >= 1
         assert (top + box_height).max() <= height
         assert (left + box_width).max() <= width
-    factors = view_parameters(torch.arange(500), ViewKey(1), 9, 9, ViewOptions(brightness=3.0)).factors
-    assert factors[..., 0].min() >= 0
-    assert factors[..., 0].max() > 3.9
-    assert factors[..., 3].abs().max() <= 0.1
 
 
 def test_shapes_dtypes_and_numbers_of_samples():
