@@ -23,6 +23,13 @@ def by_flattening(start, clients):
     return torch.stack([torch.stack([(flat[0] - p) @ (flat[0] - q) for q in flat[1:]]) for p in flat[1:]])
 
 
+def assert_gram(start, clients):
+    gram, truth = delta_gram(start, clients), by_flattening(start, clients)
+    norms = truth.diagonal().sqrt()
+    assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
+    assert torch.equal(gram, gram.T)
+
+
 def test_small_differences_of_large_weights_are_exact():
     """In float32 the sum of 100,000 squares of a difference in the last bits would be off in the fourth digit."""
     start = [torch.full((100_000,), 1000.0)]
@@ -37,10 +44,7 @@ def test_any_number_of_clients(clients):
     generator = torch.Generator().manual_seed(clients)
     start, others = [torch.zeros(3_001)], [[10 + torch.rand(3_001, generator=generator)] for _ in range(clients)]
     others[0][0][2_999] = 1e6
-    gram, truth = delta_gram(start, others), by_flattening(start, others)
-    norms = truth.diagonal().sqrt()
-    assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
-    assert torch.equal(gram, gram.T)
+    assert_gram(start, others)
 
 
 @pytest.mark.parametrize(("clients", "scale"), [(1, 1e30), (7, 1e-30), (130, 1.0)])
@@ -50,9 +54,7 @@ def test_many_small_tensors_of_any_scale(clients, scale, monkeypatch):
         monkeypatch.setattr(reference, name, 1 << 12)
     shapes = [(n % 7,) for n in range(100)] + [(2500,), (3, 1)]
     start, *others = ([scale * tensor for tensor in model(k, shapes=shapes)] for k in range(clients + 1))
-    gram, truth = delta_gram(start, others), by_flattening(start, others)
-    norms = truth.diagonal().sqrt()
-    assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
+    assert_gram(start, others)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -116,10 +118,13 @@ def test_equals_the_sum_client_by_client_to_the_last_bit(entries, monkeypatch):
 def test_in_place_on_parameters():
     linear, client = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     places = [p.data_ptr() for p in linear.parameters()]
+    loss = sum(p.square().sum() for p in linear.parameters())
     apply_deltas(list(linear.parameters()), [list(client.parameters())], [1.0])
     assert [p.data_ptr() for p in linear.parameters()] == places
     assert all(p.requires_grad and p.is_leaf for p in linear.parameters())
     torch.testing.assert_close(linear.weight, client.weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.cpu_only(reason="copies share no memory")
