@@ -40,7 +40,8 @@ def test_equals_the_definition(centered, rows, d1, d2):
     )
     kernel = (y @ y.T).detach()
     torch.testing.assert_close(linear_cka_to_kernel(x, kernel, centered), truth)
-    truths = [[by_gram(a, b, centered).item() for b in (y, y, x)] for a in (x, y)]
+    x, y = x.detach(), y.detach()
+    truths = [[by_gram(a, b, centered) for b in (y, y, x)] for a in (x, y)]
     torch.testing.assert_close(linear_cka_pairwise([x, y], [y, y, x], centered), torch.tensor(truths, dtype=FP64))
 
 
