@@ -17,27 +17,18 @@ def with_gradient(function, rows, *arguments, **options):
     return value.detach(), *torch.autograd.grad(value, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("points", "limit"), [(17, 5.0), (3, 1.0), (129, 8.0)])
-def test_equals_the_definition(points, limit, monkeypatch):
-    """In parts of 12 rows, the last one smaller."""
+def test_equals_the_definition(points, limit, dtype, monkeypatch):
+    """In parts of 12 rows, the last one smaller. Halves are widened."""
     monkeypatch.setattr(sys.modules["fedkernels.sigreg"], "_CHUNK", 70)
-    rows, directions = 1.7 * randn(53, 6) + 0.3, 3 * randn(6, 5, seed=1)
-    found = with_gradient(sigreg, rows, directions, points=points, limit=limit)
-    truth = with_gradient(reference, rows, directions, points=points, limit=limit)
-    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-14)
-    narrow = with_gradient(sigreg, rows.float(), directions.float(), points=points, limit=limit)
-    torch.testing.assert_close(tuple(one.double() for one in narrow), truth, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_widened(dtype):
-    rows, directions = randn(40, 6).to(dtype), randn(6, 9, seed=1)
-    value, gradient = with_gradient(sigreg, rows, directions.float())
-    truth, of_truth = with_gradient(reference, rows.double(), directions)
-    assert value.dtype == torch.float32
-    assert gradient.dtype == dtype
-    torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=0)
-    torch.testing.assert_close(gradient.double(), of_truth, rtol=1e-2, atol=1e-3)
+    rows, directions = (1.7 * randn(53, 6) + 0.3).to(dtype), 3 * randn(6, 5, seed=1)
+    wide, rtol, atol = (dtype, 1e-12, 1e-14) if dtype == torch.float64 else (torch.float32, 1e-5, 1e-6)
+    found = with_gradient(sigreg, rows, directions.to(wide), points=points, limit=limit)
+    truth = with_gradient(reference, rows.double(), directions, points=points, limit=limit)
+    assert [one.dtype for one in found] == [wide, dtype]
+    for one, true, rounding in zip(found, truth, (0, torch.finfo(dtype).eps), strict=True):
+        torch.testing.assert_close(one.double(), true, rtol=max(rtol, rounding), atol=atol)
 
 
 def test_integral_of_one_point_is_known():
