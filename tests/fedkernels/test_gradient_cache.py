@@ -177,15 +177,21 @@ def test_an_encoder_that_changes_its_input_sees_it_unchanged_again():
     torch.testing.assert_close(gradients(model), gradients(whole))
 
 
-def on_ranks() -> list[Tensor]:
-    rank, exchanged = dist.get_rank(), []
-    model = DistributedDataParallel(encoder())
+def counted(model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, list[int]]:
+    """The model in DistributedDataParallel, and the sizes of the buckets of gradients that it has exchanged so far."""
+    parallel, sizes = DistributedDataParallel(model, **options), []
 
     def count(state, bucket):  # without types, as torch checks them
-        exchanged.append(bucket.buffer().numel())
+        sizes.append(bucket.buffer().numel())
         return allreduce_hook(None, bucket)
 
-    model.register_comm_hook(None, count)
+    parallel.register_comm_hook(None, count)
+    return parallel, sizes
+
+
+def on_ranks() -> list[Tensor]:
+    rank = dist.get_rank()
+    model, exchanged = counted(encoder())
     views = GradientCache(model, 3)(batch(rank, 7), batch(10 + rank, 7))
     distributed.nt_xent(*(F.normalize(view, dim=1) for view in views), 0.3).backward()
     assert sum(exchanged) == sum(weight.numel() for weight in model.parameters())

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fedkernels.compat import sentence_transformers
 from tests.fedkernels.compat.losses import CLOSE, SENTENCES
+from tests.fedkernels.test_gradient_cache import counted
 
 Features = dict[str, Any]
 LENGTHS = [3, 1, 4, 1, 5, 2, 6]
@@ -202,20 +202,6 @@ def test_a_second_loss_before_the_first_backward_pass_keeps_its_own_gradients():
     torch.testing.assert_close([grad for grad in together if grad.any()], sums, **CLOSE)
 
 
-def counted(model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, list[int]]:
-    """The model in DistributedDataParallel, and the sizes of the buckets of gradients that it has exchanged so far."""
-    parallel, sizes = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options), []
-
-    def count(state, bucket):
-        sizes.append(bucket.buffer().numel())
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    parallel.register_comm_hook(None, count)
-    return parallel, sizes
-
-
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified in DDP constructor, but did not find any")
 @pytest.mark.parametrize("frozen", [False, True], ids=["one tower", "frozen documents"])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
@@ -227,7 +213,7 @@ def test_the_ranks_exchange_each_gradient_once(one_rank, options, frozen):
         model.patches.requires_grad_(False)
         model.tokens.requires_grad_(not frozen)
     weights = sum(parameter.numel() for parameter in cached.parameters() if parameter.requires_grad)
-    cached.model, sizes = counted(cached.model, **options)
+    cached.model, sizes = counted(cached.model, bucket_cap_mb=1e-4, **options)
     for _ in range(3):
         exchanged = sum(sizes)
         torch.testing.assert_close(gradients(cached, features), gradients(plain, features), **CLOSE)
