@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-ORIGINALS = {"sentence_transformers": "sentence_transformers.sentence_transformer.losses"} | {
-    name: f"{name}.loss" for name in ("lightly", "open_clip")
-}
+from tests.fedkernels.compat.losses import SENTENCES
+
+ORIGINALS = {"lightly": "lightly.loss", "open_clip": "open_clip.loss", "sentence_transformers": SENTENCES}
 RANKING = {"scale": 20.0, "similarity_fct": "cos_sim"}
 HARDNESS = {"hardness_mode": None, "hardness_strength": 0.0}
 DIRECTIONS = {"directions": ("query_to_doc",), "partition_mode": "joint"}
