@@ -2,9 +2,6 @@
 
 import math
 import os
-import random
-import time
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,7 @@ from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.storage import read_csv
 from tests.fedssl.conftest import ALIGNED, AVERAGED
 from tests.fedssl.engines.short_runs import SMALL, SMALL_ALIGNED, contents, metric
-from tests.fedssl.forked_command import start_command
-from tests.fedssl.killed_runs import Killed, KilledIn, killed_and_resumed
+from tests.fedssl.killed_runs import Killed, KilledIn
 
 METHODS = {
     "local": SMALL,
@@ -109,21 +105,6 @@ def test_clients_drop_out_with_their_probability_by_their_own_draw(tiny):
     assert all(federation.answering_clients(1, [k]) == [k] * (k in answering[1]) for k in sampled[1])
 
 
-def test_a_run_with_dropout_is_reproducible_and_resumes(tiny, tmp_path):
-    recipe = tiny(**AVERAGED, **MANY | {"clients_per_round": 8}, client_dropout=0.3)
-    stored = run(recipe, tmp_path / "a").client_rounds
-    assert contents(killed_and_resumed(recipe, tmp_path / "b")) == contents(tmp_path / "a")
-    federation, answered = build_federation(recipe), set[int]()
-    for number in (1, 2):
-        sampled = federation.sampled_clients(number)
-        answering = federation.answering_clients(number, sampled)
-        assert 0 < len(answering) < 8
-        answered |= set(answering)
-        assert clients_with(tmp_path / "a", "bytes_up", number) == answering
-        assert clients_with(tmp_path / "a", "bytes_down", number) == sampled
-    assert stored.keys() == answered
-
-
 @pytest.mark.parametrize("kind", [AVERAGED, ALIGNED], ids=["averaged", "aligned"])
 def test_answers_are_those_that_came_and_were_accepted(kind, tiny, tmp_path, monkeypatch):
     """Of five clients four are sampled, one drops out and one is refused: each wrong count is another number."""
@@ -173,37 +154,6 @@ def test_a_round_in_which_nobody_answers_changes_nothing(tiny, tmp_path, kind):
 
 
 # Killed and resumed
-
-
-def test_killed_at_five_moments_and_resumed_a_run_ends_bit_identical(finished, tiny, tmp_path):
-    """SIGKILL at random moments of the wall clock, from the start-up to the end."""
-    chance, path, errors = random.Random(0), tmp_path / "killed", tmp_path / "errors"
-    recipe = tiny(**SMALL_ALIGNED, rounds=7, clients_per_round=2)
-    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-
-    def start() -> ForkServerProcess:
-        made = ["--resume", str(path)] if path.exists() else [str(tmp_path / "recipe.yaml"), "--output", str(path)]
-        return start_command(["run", *made], errors)
-
-    for _ in range(5):
-        process = start()
-        # wait for the folder, so that the moments fall into the rounds and not into the start
-        while not path.exists() and process.is_alive():
-            time.sleep(0.01)
-        rounds_before = RunDirectory.open(path).checkpoint.round if path.exists() else -1
-        deadline = time.monotonic() + 60
-        while process.is_alive() and time.monotonic() < deadline:
-            if RunDirectory.open(path).checkpoint.round > rounds_before or chance.random() < 0.002:
-                break
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0, 0.15))
-        process.kill()
-        process.join()
-        assert "fedssl:" not in errors.read_text()
-    process = start()
-    process.join()
-    assert process.exitcode == 0, errors.read_text()
-    assert contents(path) == contents(finished(recipe))
 
 
 # One run makes 58 such calls: 13 for the folder, then for each round the clients' states, the logs, the server's state,
