@@ -12,14 +12,10 @@ from fedssl.engines import rounds
 from fedssl.engines.in_process import run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
-from fedssl.federation import Federation, build_federation
+from fedssl.federation import build_federation
 from fedssl.messages import Message
-from fedssl.method import Method
 from fedssl.models.model import Model
-from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from tests.fedssl.engines.every_tensor import assert_same
-from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.killed_runs import contents
 
 
@@ -91,24 +87,6 @@ def test_a_state_holds_what_the_next_round_needs(method, tiny):
     assert stored == {f"model/{network}" for network in networks}
     whole = {f"model/{name}" for name in client.model.state_dict()}
     assert set(federation.client_state(client, 2).tensors) == whole  # for reports of local models
-
-
-@pytest.mark.parametrize("method", ["fedbyol", "fedema", "moon", "personal", "feddino", "hetero_ssfl", "lw_fedssl"])
-def test_nothing_is_missing(method, finished, tiny, tmp_path, monkeypatch):
-    """Metrics and the server's state are those of a run that stores whole models and builds each one anew.
-
-    Two of three clients take part in a round, so that models are reused and clients return.
-    """
-    changes = STORED[method][0] | SMALL | {"clients_per_round": 2}
-    changes |= {} if method == "lw_fedssl" else {"rounds": 3}
-    kept = finished(tiny(**changes))
-    monkeypatch.setattr(Method, "starts_from_server", False)
-    monkeypatch.setattr(Method, "kept_entries", lambda self, model: list(model.state_dict()))
-    load = Federation.client
-    monkeypatch.setattr(Federation, "client", lambda self, index, state, reused=None: load(self, index, state))
-    whole = run(tiny(**changes), tmp_path / "whole").path
-    assert (kept / "metrics.csv").read_bytes() == (whole / "metrics.csv").read_bytes()
-    assert_same(*(RunDirectory.open(path).server_state() for path in (kept, whole)))
 
 
 def test_a_state_without_what_is_needed_is_refused(tiny):
