@@ -11,10 +11,9 @@ from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
-from flwr.superlink.servicer.fleet import fleet_handlers
 
 from fedssl.deploy import limits
-from fedssl.deploy.limits import MOST_OBJECTS, limit_answers, push_messages
+from fedssl.deploy.limits import MOST_OBJECTS, push_messages
 from fedssl.engines.flower.messenger import REFUSED_BY_SUPERLINK
 
 OTHERS = 2  # objects of an answer besides its records' content: the message itself and its records
@@ -75,10 +74,3 @@ def test_an_answer_in_another_sites_name_or_with_other_objects_is_refused(taken)
         with pytest.raises(HTTPException, match=told):
             push_messages(request, None)
     assert not taken
-
-
-def test_the_limits_are_where_flower_looks_for_them(monkeypatch):
-    """Flower's module as it is named here: another version may have others."""
-    monkeypatch.setattr(fleet_handlers, "push_messages", fleet_handlers.push_messages)
-    limit_answers()
-    assert fleet_handlers.push_messages is push_messages
