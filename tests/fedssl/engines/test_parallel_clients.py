@@ -13,27 +13,22 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
-from tests.fedssl.engines.short_runs import results
+from tests.fedssl.engines.short_runs import SMALL, results
 from tests.fedssl.killed_runs import Killed, KilledIn
 
-METHODS: dict[str, dict[str, Any]] = {
-    "fedbyol": AVERAGED,
-    "hetero_ssfl": ALIGNED,
-    "fedu2": FEDU2 | {"training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}},
-    "lw_fedssl": LW_FEDSSL,
-}
 #: three of four clients a round on two workers: a worker gets clients that it has not had before
 FEW: dict[str, Any] = {
     "partition": {"name": "iid", "clients": 4},
     "clients_per_round": 3,
-    "evaluation": {"neighbors": 3, "linear": {"epochs": 1}},
+    "evaluation": SMALL["evaluation"],
 }
+ROUNDED = FEDU2 | {"training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}}
 
 
-@pytest.mark.parametrize("method", ["hetero_ssfl", "fedu2", "lw_fedssl"])
+@pytest.mark.parametrize("method", [ALIGNED, LW_FEDSSL], ids=["hetero_ssfl", "lw_fedssl"])
 def test_two_clients_at_a_time_give_the_same_run(method, finished, noisy, tmp_path):
-    run(noisy(**FEW | METHODS[method], clients_parallel=2), tmp_path / "two")
-    assert results(tmp_path / "two") == results(finished(noisy(**FEW | METHODS[method])))
+    run(noisy(**FEW | method, clients_parallel=2), tmp_path / "two")
+    assert results(tmp_path / "two") == results(finished(noisy(**FEW | method)))
     assert multiprocessing.active_children() == []
 
 
@@ -58,14 +53,14 @@ class CountsWorkers(Observer):
         self.counts.add(len(multiprocessing.active_children()))
 
 
-@pytest.mark.parametrize(("before", "after", "count", "method"), [(2, 1, 0, "fedbyol"), (1, 2, 2, "fedu2")])
+@pytest.mark.parametrize(("before", "after", "count", "method"), [(2, 1, 0, AVERAGED), (1, 2, 2, ROUNDED)])
 def test_a_run_resumes_with_other_clients_at_a_time(before, after, count, method, finished, noisy, tmp_path):
     with pytest.raises(Killed):
-        run(noisy(**FEW | METHODS[method], clients_parallel=before), tmp_path / "a", KilledIn(2, 0))
+        run(noisy(**FEW | method, clients_parallel=before), tmp_path / "a", KilledIn(2, 0))
     progress = CountsWorkers()
     resume(tmp_path / "a", progress, overrides=[f"clients_parallel={after}"])
     assert max(progress.counts) == count
-    assert results(tmp_path / "a") == results(finished(noisy(**FEW | METHODS[method])))
+    assert results(tmp_path / "a") == results(finished(noisy(**FEW | method)))
 
 
 def test_clients_parallel_is_the_in_process_engines(noisy):

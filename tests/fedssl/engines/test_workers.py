@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -16,34 +15,26 @@ from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observer
 from fedssl.engines.workers import pack, unpack
 from fedssl.errors import UserError
-from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
 from tests.fedssl.engines.flower.deployment import MARK, marked, poll
-from tests.fedssl.engines.short_runs import results
+from tests.fedssl.engines.short_runs import SMALL, results
 
 
 @pytest.fixture(scope="module")
 def recipe_of(noisy):
     """Build a recipe whose clients are trained by two workers, or in this process."""
-
-    def build(parallel: int = 2, training: dict[str, Any] | None = None, **changes: Any) -> Recipe:
-        own = {"local_epochs": 1, "batch_size": 8} | (training or {})
-        evaluation = {"neighbors": 3, "linear": {"epochs": 1}}
-        partition = {"name": "iid", "clients": 3}
-        values = AVERAGED | {"evaluation": evaluation, "partition": partition} | changes
-        return noisy(**values, training=own, clients_parallel=parallel)
-
-    return build
+    values = AVERAGED | {"evaluation": SMALL["evaluation"], "partition": {"name": "iid", "clients": 3}}
+    return lambda parallel=2, **changes: noisy(**values | changes, clients_parallel=parallel)
 
 
 def test_a_diverging_client_gives_the_error_of_one_process(recipe_of, tmp_path):
-    told = []
+    told, training = [], {"local_epochs": 1, "batch_size": 8, "learning_rate": 1e30}
     refusal = r"client 0's loss became .* in round 1, step \d+; .* lower training.learning_rate"
     for parallel in (1, 2):
         with pytest.raises(UserError, match=refusal) as error:
-            run(recipe_of(parallel, {"learning_rate": 1e30}, objective="supervised"), tmp_path / str(parallel))
+            run(recipe_of(parallel, training=training, objective="supervised"), tmp_path / str(parallel))
         told.append(str(error.value))
     assert told[0] == told[1]
     assert multiprocessing.active_children() == []
@@ -95,8 +86,7 @@ def test_a_killed_worker_is_told_and_the_run_resumes(recipe_of, finished, tmp_pa
 @pytest.mark.parametrize("kind", ["SIGINT", "SIGKILL"])
 def test_a_stopped_command_leaves_no_process_and_resumes(kind, recipe_of, finished, tmp_path):
     """Ctrl-C goes to all processes of a terminal, SIGKILL to the command alone."""
-    changes = {"rounds": 12, "evaluation": {"neighbors": 3, "linear": {"epochs": 1}, "every": 0}}
-    (tmp_path / "recipe.yaml").write_text(recipe_of(**changes).to_yaml())
+    (tmp_path / "recipe.yaml").write_text(recipe_of(rounds=12).to_yaml())
     path = tmp_path / "stopped"
     process = subprocess.Popen(
         [sys.executable, "-m", "fedssl", "run", str(tmp_path / "recipe.yaml"), "--output", str(path)],
@@ -121,7 +111,7 @@ def test_a_stopped_command_leaves_no_process_and_resumes(kind, recipe_of, finish
     poll(lambda: marked(f"{tmp_path}/") == [], "no process is left", seconds=60)
     assert not RunDirectory.open(path).checkpoint.finished
     resume(path)
-    assert results(path) == results(finished(recipe_of(parallel=1, **changes)))
+    assert results(path) == results(finished(recipe_of(parallel=1, rounds=12)))
 
 
 # What workers are sent
