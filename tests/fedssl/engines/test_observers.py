@@ -178,9 +178,7 @@ def test_the_example_for_weights_and_biases_calls_it_so(recipe, tmp_path, monkey
     settings = {"project": "fedssl", "resume": "allow", "name": "run", "allow_val_change": True}
     config = recipe.model_dump(mode="json")
     logs = [call.init().log({f"{m}/{who}": v for number, who, m, v in rows if number == n}, step=n) for n in range(5)]
-    begin, again = (
-        call.init(**settings, config=config, id=None),
-        call.init(**settings, config=config | {"rounds": 4}, id="abc"),
-    )
+    begin = call.init(**settings, config=config, id=None)
+    again = call.init(**settings, config=config | {"rounds": 4}, id="abc")
     ends = [call.init().finish(exit_code=code) for code in (1, 0)]
     assert wandb.mock_calls == [begin, *logs[:3], ends[0], again, *logs[3:], ends[1]]

@@ -36,9 +36,8 @@ def test_federated_rounds_stay_as_long_as_they_are(tiny, monkeypatch):
     timed = recipe_within(monkeypatch, recipe, 1, step=0.1)
     assert timed == recipe.model_copy(update={"rounds": 50})  # 30 of 60 seconds are left, and a round takes 0.6
     assert recipe_within(monkeypatch, recipe, 1, step=0.1, parallel=2).rounds == 100
-    assert (
-        recipe_within(monkeypatch, recipe, 1, step=0.1, others=0.4, before=10.0).rounds == 20
-    )  # 20 are left, at 1.0 a round
+    others = recipe_within(monkeypatch, recipe, 1, step=0.1, others=0.4, before=10.0)
+    assert others.rounds == 20  # 20 are left, at 1.0 a round
     assert recipe_within(monkeypatch, recipe, 0.1, step=0.1).rounds == 1  # no time is left, and a run has a round
 
 
