@@ -17,17 +17,12 @@ if find_spec("flwr") is None:
 WAITS = {"round_seconds": 100, "connect_seconds": 10}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def flower_process() -> None:
     """Flower notes in its processes who they are, and asks for it when a message is made."""
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-
-
-@pytest.fixture(autouse=True)
-def _flower_process(flower_process) -> None:
-    """For all tests of this folder."""
 
 
 class Clock:

@@ -26,19 +26,8 @@ from fedssl.messages import Message
 from fedssl.method import Method
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import SITES_RUN, RunDirectory
-from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
+from tests.fedssl.conftest import AVERAGED, LW_FEDSSL
 from tests.fedssl.engines.short_runs import SMALL, metric
-
-METHODS: dict[str, dict[str, Any]] = {
-    "fedu2": FEDU2,
-    "weighted_mean": AVERAGED,
-    "local": {},
-    "lw_fedssl, bfloat16": LW_FEDSSL | {"transport": "bfloat16"},
-    "hetero_ssfl, int8": ALIGNED | {"transport": "int8"},
-    "one_optimizer": {"local_update": {"name": "keep_own", "keep_optimizer": True}},
-    "personal": AVERAGED | {"local_update": "personal", "regularizers": ["distance_to_global"]},
-}
-KINDS = {kind: method | SMALL for kind, method in METHODS.items()}
 
 
 class LoopGrid(LocalNodes):

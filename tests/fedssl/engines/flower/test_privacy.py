@@ -31,9 +31,8 @@ from fedssl.recipe.recipe import FixedClipping, FlowerOptions, LocalDP
 from fedssl.reports.report import build_report
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
-from tests.fedssl.conftest import FEDU2
-from tests.fedssl.engines.flower.loop_grid import EQUAL, HUGE, assert_close
-from tests.fedssl.engines.short_runs import SMALL, stopped_before_commit
+from tests.fedssl.engines.flower.loop_grid import EQUAL, HUGE
+from tests.fedssl.engines.short_runs import stopped_before_commit
 
 
 def answer(options: dict, received: Message, reply: Message) -> Message:
@@ -181,19 +180,6 @@ def test_an_update_that_is_not_clipped_is_refused(privacy, length, samples, reas
     refused = reasons_in(method.aggregate(state, replies, 1), REFUSED)
     assert list(refused) == ([] if reason is None else [2])
     assert reason is None or reason in refused[2]
-
-
-def test_without_noise_and_clipping_the_run_is_the_plain_one(begin, finished, tiny):
-    method = FEDU2 | SMALL | {"partition": EQUAL["partition"]}
-    run = begin(dp=LOCAL | {"clipping_norm": 1e6, "epsilon": 1e30}, **method)
-    assert run.go() == []
-    assert_close(finished(tiny(**method)), run.path, atol=1e-6)
-    initial = build_federation(run.recipe).method.initial_state().tensors
-    counters = {name: t for name, t in initial.items() if not t.is_floating_point()}
-    state = run.directory.server_state().tensors
-    assert counters
-    assert all(torch.equal(state[name], tensor) for name, tensor in counters.items())
-    assert run.metric("loss", 1) == {}
 
 
 # The privacy that a run spends: against dp-accounting's accountant, over kills, and against a budget

@@ -108,9 +108,11 @@ def test_of_an_encoder_that_trains_in_part_each_site_reads_the_rest_itself(begin
 def test_a_site_takes_the_weights_from_the_server_but_the_stem_and_kept_statistics_from_the_recipe(quick, tmp_path):
     save_file(drawn("small_convnet").state_dict(), tmp_path / "w.safetensors")
     model = {"weights": str(tmp_path / "w.safetensors"), "batch_statistics": "kept", "stem": "large"}
-    recipe = quick(**AVERAGED, model=model)
+    downstream = {"other": {"name": "npz", "path": str(tmp_path / "only_at_the_server.npz")}}
+    recipe = quick(**AVERAGED, model=model, evaluation={"downstream": downstream})
     (tmp_path / "w.safetensors").unlink()
     federation = site_federation(recipe, load_site(write_sites(tmp_path)[0]))
+    assert (federation.weights, federation.downstream) == ({}, {})
     assert federation.recipe.model.stem == "large"
     assert not federation.new_model(0).train().encoder.blocks[1].training
 
@@ -188,9 +190,7 @@ def sites(tmp_path) -> list[Path]:
     return write_sites(tmp_path, 2, own)
 
 
-def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_starts_from_it(
-    begin, quick, tmp_path, sites
-):
+def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_starts_from_it(begin, tmp_path, sites):
     begun = begin(sites, **AVERAGED, **SITES, **NO_DATA)
     federation = build_federation(begun.recipe)
     assert len(federation.dataset.train_images) == len(federation.dataset.test_images) == 0
@@ -222,11 +222,6 @@ def test_a_server_without_data_trains_as_one_with_data_exports_the_encoder_and_s
     assert federation.method.global_model is not None
     first = federation.method.global_model.encoder.state_dict()
     assert all(torch.equal(tensor, last[f"online.encoder.{name}"]) for name, tensor in first.items())
-    # the sites do not have the server's files: their weights come with the first message
-    evaluation = {"downstream": {"other": {"name": "npz", "path": str(tmp_path / "only_at_the_server.npz")}}}
-    own = NO_DATA | {"model": {"weights": str(tmp_path / "only_at_the_server")}, "evaluation": evaluation}
-    at_site = site_federation(quick(**AVERAGED, **SITES, **own), load_site(sites[0]))
-    assert (at_site.weights, at_site.downstream) == ({}, {})
     assert continued.go() == []
     run = read_run(continued.path)
     assert run.finished
