@@ -8,26 +8,20 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedssl.deploy.consortium import EXAMPLE, load_consortium
 from tests.fedssl.engines.flower.conftest import flower_process  # noqa: F401 - a fixture
 
 if find_spec("flwr") is None:
     collect_ignore_glob = ["test_*.py"]
 
-EXAMPLE = {
-    "name": "our-consortium",
-    "server": {"address": "localhost", "port": 8000, "internal_port": 8001},
-    "sites": ["hospital-a", "hospital-b"],
-}
-
 
 @pytest.fixture
 def consortium_file(tmp_path) -> Callable[..., Path]:
-    """Write consortium.yaml with some keys changed; a key with the value None is left out."""
+    """Write consortium.yaml as the example is, with some keys changed."""
 
     def write(**changes) -> Path:
-        values = {key: value for key, value in (EXAMPLE | changes).items() if value is not None}
         path = tmp_path / "consortium.yaml"
-        path.write_text(yaml.safe_dump(values))
+        path.write_text(yaml.safe_dump(yaml.safe_load(EXAMPLE) | changes))
         return path
 
     return write
@@ -36,7 +30,6 @@ def consortium_file(tmp_path) -> Callable[..., Path]:
 @pytest.fixture
 def provisioned(consortium_file, tmp_path) -> Callable[..., Path]:
     """Write the folders of a consortium, and give their folder."""
-    from fedssl.deploy.consortium import load_consortium
     from fedssl.deploy.folders import provision
 
     def write(keys_at_sites: bool = False, **changes) -> Path:

@@ -26,8 +26,6 @@ from fedssl.recipe.reading import load_recipe
 
 RUN, NODE = 7, 1
 
-pytestmark = pytest.mark.usefixtures("flower_process")
-
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
@@ -116,7 +114,8 @@ class SuperNode:
         named = {"fab_id": "fedssl/fedssl-tiny", "fab_version": "1.0.0", "fab_hash": self.digest}
         self.run = replace(Run.create_empty(RUN), **(named | described))
 
-    def pull(self, approved: Approval) -> None:
+    def accepts(self, approved: Approval) -> bool:
+        """Whether the app and a task that executes it are kept."""
         message = Message(RecordDict(), dst_node_id=NODE, message_type="query")
         message.metadata.__dict__["_run_id"] = RUN
         message.metadata.__dict__["_message_id"] = message.object_id
@@ -135,10 +134,6 @@ class SuperNode:
                 trusted_entities=None,
             )
         assert pulled == RUN
-
-    def accepts(self, approved: Approval) -> bool:
-        """Whether the app and a task that executes it are kept."""
-        self.pull(approved)
         return self.state.get_fab(self.digest) is not None and self.state.get_run(RUN) is not None
 
     def refusal(self, approved: Approval) -> str:

@@ -27,10 +27,8 @@ class Registry:
 
     def RegisterNode(self, request):
         assert request.public_key not in [node.public_key for node in self.nodes]
-        node = SimpleNamespace(public_key=request.public_key, name=request.name, status="registered")
-        node.last_activated_at = ""
-        node.node_id = len(self.nodes)
-        self.nodes.append(node)
+        known = {"name": request.name, "status": "registered", "last_activated_at": "", "node_id": len(self.nodes)}
+        self.nodes.append(SimpleNamespace(public_key=request.public_key, **known))
 
     def UnregisterNode(self, request):
         self.nodes[request.node_id].status = "unregistered"
