@@ -80,19 +80,13 @@ def test_metrics_hold_evaluation_training_and_traffic(undisturbed):
 # Partial participation: who is sampled, who answers, and whose answer counts
 
 
-MANY = {
-    "data": {"name": "digits", "test_limit": 20},
-    "partition": {"name": "dirichlet_equal", "clients": 100, "alpha": 0.5, "min_samples": 8},
-    "clients_per_round": 25,
-}
-
-
 def clients_with(path: Path, name: str, number: int = 1) -> list[int]:
     return [int(who) for who in metric(path, name, number) if who != "mean"]
 
 
 def test_clients_drop_out_with_their_probability_by_their_own_draw(tiny):
-    federation = build_federation(tiny(**AVERAGED, **MANY, client_dropout=0.25))
+    many = {"data": {"name": "digits"}, "partition": {"name": "iid", "clients": 100}, "clients_per_round": 25}
+    federation = build_federation(tiny(**AVERAGED, **many, client_dropout=0.25))
     sampled = {number: federation.sampled_clients(number) for number in range(1, 101)}
     answering = {number: federation.answering_clients(number, chosen) for number, chosen in sampled.items()}
     assert all(set(answering[number]) <= set(chosen) for number, chosen in sampled.items())
