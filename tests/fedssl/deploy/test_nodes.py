@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -61,11 +61,8 @@ def started(monkeypatch) -> list[tuple]:
     return calls
 
 
-def test_the_commands_refuse_to_start_without_tls(refused, tmp_path):
-    (tmp_path / "site.yaml").write_text("client: 0\nstate: state\n")
+def test_a_superlink_refuses_to_start_without_tls(refused, tmp_path):
     refused("ca.crt cannot be read: No such file or directory", "superlink", tmp_path)
-    to_superlink = ("--superlink", "127.0.0.1:1", "--root-certificates", tmp_path / "ca.crt", "--key", tmp_path / "k")
-    refused("ca.crt cannot be read: No such file or directory", "supernode", tmp_path / "site.yaml", *to_superlink)
 
 
 def test_a_database_that_others_can_write_or_that_is_in_use_is_refused(refused, provisioned):
@@ -169,37 +166,36 @@ sys.exit(commands.run(["flower-superlink"], ["--insecure"], {"ASKED": "yes"}, ["
 """
 
 
+@pytest.fixture
+def environment(tmp_path) -> Iterator[dict[str, str]]:
+    """Of processes that end with the test."""
+    yield with_package() | {MARK: f"{tmp_path}/", "FLWR_HOME": str(tmp_path / "home")}
+    kill_marked(f"{tmp_path}/")
+
+
 @needs_proc
-def test_an_app_is_forked_by_what_starts_the_apps_and_that_is_started_again(tmp_path):
+def test_an_app_is_forked_by_what_starts_the_apps_and_that_is_started_again(environment, tmp_path):
     """With its arguments, and the modules that it needs, which the command has not imported."""
     seen = tmp_path / "seen of two words"
     command = [sys.executable, "-c", PROGRAM, "work", str(seen)]
-    environment = with_package() | {MARK: f"{tmp_path}/"}
-    try:
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
-        assert done.returncode == 7, done.stderr
-        starters = [int(word) for word in Path(f"{seen} begun").read_text().split()]
-        assert json.loads(seen.read_text()) == [["flwr-serverapp", "--token", "a b"], "yes", True, starters[2]]
-        assert done.stderr.count("fedssl: flower-superexec has ended with code 5 and is started again") == 2
-        poll(lambda: not marked(f"{tmp_path}/"), "no copy is left", seconds=60)
-    finally:
-        kill_marked(f"{tmp_path}/")
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
+    starters = [int(word) for word in Path(f"{seen} begun").read_text().split()]
+    assert json.loads(seen.read_text()) == [["flwr-serverapp", "--token", "a b"], "yes", True, starters[2]]
+    assert done.stderr.count("fedssl: flower-superexec has ended with code 5 and is started again") == 2
+    poll(lambda: not marked(f"{tmp_path}/"), "no copy is left", seconds=60)
 
 
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_told_to_end_or_killed_it_leaves_no_copy(number, tmp_path):
+def test_told_to_end_or_killed_it_leaves_no_copy(number, environment, tmp_path):
     seen = tmp_path / "seen"
-    environment = with_package() | {MARK: f"{tmp_path}/"}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, "sleep", str(seen)], env=environment)
-    try:
-        poll(seen.exists, "the app sleeps", seconds=120)
-        assert len(marked(f"{tmp_path}/")) == 4  # the command, what starts the starter again, the starter, and the app
-        os.kill(process.pid, number)
-        assert process.wait(60) == -number
-        poll(lambda: not marked(f"{tmp_path}/"), "no copy is left", seconds=60)
-    finally:
-        kill_marked(f"{tmp_path}/")
+    poll(seen.exists, "the app sleeps", seconds=120)
+    assert len(marked(f"{tmp_path}/")) == 4  # the command, what starts the starter again, the starter, and the app
+    os.kill(process.pid, number)
+    assert process.wait(60) == -number
+    poll(lambda: not marked(f"{tmp_path}/"), "no copy is left", seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -220,11 +216,10 @@ def test_a_process_that_cannot_go_on_ends_with_a_message(case, code, told, tmp_p
 
 
 @needs_proc
-def test_a_superlink_and_a_supernode_that_wait_have_imported_no_torch(provisioned, tmp_path):
+def test_a_superlink_and_a_supernode_that_wait_have_imported_no_torch(environment, provisioned, tmp_path):
     """Nor scipy; each of their processes needs little memory. A copy of the second has loaded the site's data."""
     folder, port, log = provisioned(), free_port(), tmp_path / "log"
     (folder / "hospital-a" / "site.yaml").write_text(f"client: 0\nstate: {tmp_path}/state\n")
-    environment = with_package() | {MARK: f"{tmp_path}/", "FLWR_HOME": str(tmp_path / "home")}
     superlink = ["superlink", str(folder / "server"), "--port", str(port)]
     supernode = ["supernode", "site.yaml", "--superlink", f"127.0.0.1:{port}"]
     supernode += ["--root-certificates", "ca.crt", "--key", "site.key"]
@@ -234,16 +229,13 @@ def test_a_superlink_and_a_supernode_that_wait_have_imported_no_torch(provisione
         with open(log, "ab") as file:
             subprocess.Popen(command, env=environment, cwd=place, stdout=file, stderr=file)
 
-    try:
-        start(superlink)
-        poll(lambda: is_listening(port), "the SuperLink listens")
-        register_keys(folder / "server" / "sites", f"127.0.0.1:{port}", folder / "server" / "ca.crt", 60.0)
-        start(supernode)
-        poll(lambda: "SuperNode ID" in log.read_text(), "the site is connected")
-        poll(lambda: log.read_text().count("Starting Flower SuperExec") == 2, "both wait for runs")
-        for pid in marked(f"{tmp_path}/"):
-            assert not re.findall("libtorch|/scipy/|/sklearn/", Path(f"/proc/{pid}/maps").read_text())
-            [kilobytes] = re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-            assert int(kilobytes) < 300_000
-    finally:
-        kill_marked(f"{tmp_path}/")
+    start(superlink)
+    poll(lambda: is_listening(port), "the SuperLink listens")
+    register_keys(folder / "server" / "sites", f"127.0.0.1:{port}", folder / "server" / "ca.crt", 60.0)
+    start(supernode)
+    poll(lambda: "SuperNode ID" in log.read_text(), "the site is connected")
+    poll(lambda: log.read_text().count("Starting Flower SuperExec") == 2, "both wait for runs")
+    for pid in marked(f"{tmp_path}/"):
+        assert not re.findall("libtorch|/scipy/|/sklearn/", Path(f"/proc/{pid}/maps").read_text())
+        [kilobytes] = re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        assert int(kilobytes) < 300_000
