@@ -183,7 +183,7 @@ class Deployment:
         kill_marked(f"{self.folder}/")
         for process in self.processes.values():
             process.wait()
-        self.proxy.close()
+        self.proxy.cut()
 
     def _mark(self, name: str) -> str:
         return f"{self.folder}/{name}/"
@@ -297,16 +297,12 @@ class CountingProxy:
         self._listener.listen()
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
-    def close(self) -> None:
-        """Refuse connections, and keep the port."""
+    def cut(self) -> None:
+        """Refuse connections, and break those that there are, until `open` is called; the port is kept."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         self._listener = _bound(self.port)
-
-    def cut(self) -> None:
-        """Refuse connections, and break those that there are, until `open` is called."""
-        self.close()
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
