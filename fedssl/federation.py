@@ -78,11 +78,7 @@ class Federation:
         """
         stored = {k.removeprefix(MODEL): v for k, v in state.tensors.items() if k.startswith(MODEL)}
         own = [] if reused is None else [k for k in self.method.kept_entries(reused) if not k.startswith("target.")]
-        if reused is None or (own and not stored):
-            model = self.new_model(index)
-        else:
-            model = reused
-            self.method.schedule.forget_round(model)
+        model = self.new_model(index) if reused is None or (own and not stored) else reused
         if state.tensors or state.numbers:
             self._load(model, stored, index)
         memory = {k.removeprefix(MEMORY): v for k, v in state.tensors.items() if k.startswith(MEMORY)}

@@ -74,7 +74,8 @@ def outliers(
     reasons: dict[int, str] = {}
     for client, what, value, most in compared:
         if value > most > 0:
-            reason = f"{what} {value:.3g}, far above the server's and the round's median: expected at most {most:.3g}"
+            than = "" if "smaller" in what else ", far above the server's and the round's median"
+            reason = f"{what} {value:.3g}{than}: expected at most {most:.3g}"
             reasons.setdefault(client, reason)
     return reasons
 

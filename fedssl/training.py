@@ -81,7 +81,8 @@ class TrainingOptions(Options):
     stop_at_collapse: bool = Field(
         False,
         description="whether a run ends when the effective rank of a batch has fallen below a quarter of the highest "
-        "that one had at the begin of a round, and its views find one another more rarely than then, in most clients",
+        "that one had at the beginning of a round, and its views find one another at most three quarters as often, in "
+        "most clients",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd; adam and adamw ignore it")
     weight_decay: float = Field(

@@ -41,7 +41,7 @@ _REMEDIES = {
     (".svs", ".ndpi", ".mrxs", ".czi", ".vsi"): "cut slides into PNG tiles, with vips dzsave",
     (".heic", ".heif", ".avif", ".jxl", ".jp2"): "convert photos with ImageMagick: magick mogrify -format png PHOTOS",
     (".mp4", ".mov", ".avi", ".mkv", ".mpg"): "save the frames of a video: ffmpeg -i VIDEO frames/%06d.png",
-    (".npz",): "set data.name=npz and data.path to an .npz file",
+    (".npz",): "name the .npz file in place of its folder, in a recipe with data.name=npz",
     (".zip", ".tar", ".tgz", ".gz", ".7z", ".rar"): "unpack archives",
     (".h5", ".hdf5"): "read arrays with h5py and save them by numpy.savez_compressed, for data.name=npz",
     (".parquet", ".arrow", ".tfrecord"): "save the image of each row as a file, and the labels as a CSV file",

@@ -186,7 +186,7 @@ class NpzArchive(ExitStack):
         if kind == "missing":
             raise UserError(f"there is no file {shown}; set data.path=FILE.npz to one that exists")
         if kind == "folder":
-            raise UserError(f"{shown} is a folder, not an .npz file; set data.path to a file, or data.name=folder")
+            raise UserError(f"{shown} is a folder, not an .npz file; set data.path to a file, or data.name=images")
         if kind == "special":
             raise UserError(f"{shown} is a pipe or a device, not an .npz file; copy the data into a file")
         #: of each array its number of bytes, header and all, and what opens it

@@ -222,9 +222,10 @@ def _evaluation_seconds(federation: Federation) -> float:
 def require_equal_rounds(recipe: Recipe) -> None:
     """Raise a UserError where rounds take different times, as a schedule's stages do, so that none can be foretold."""
     if recipe.schedule.cuts or not recipe.schedule.trains:
+        instead = "give rounds and schedule.rounds_per_stage" if recipe.schedule.trains else "leave it out"
         raise UserError(
             f"--minutes does not go with schedule {recipe.schedule.name}, whose rounds take different times or train "
-            "nothing: give rounds and schedule.rounds_per_stage"
+            f"nothing: {instead}"
         )
 
 

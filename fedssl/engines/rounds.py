@@ -172,11 +172,11 @@ def _round(
         rows.append((number, who, metric, value))
     if recipe.training.stop_at_collapse:
         kept = [reply.metrics["rank_kept"] for reply in replies.values() if "rank_kept" in reply.metrics]
-        _require_rank(number, kept)
+        _require_rank(number, kept, recipe.objective.name)
     return server, rows, missing
 
 
-def _require_rank(number: int, kept: list[float]) -> None:
+def _require_rank(number: int, kept: list[float], objective: str) -> None:
     """Raise a UserError if the batches of most clients have lost most of their effective rank.
 
     A single client's may fall while it learns well, where nearly all of its images are of one kind.
@@ -184,8 +184,9 @@ def _require_rank(number: int, kept: list[float]) -> None:
     if kept and (left := statistics.median_high(kept)) < _COLLAPSED:
         raise UserError(
             f"round {number}: the representations collapse: at its end a batch has {100 * left:.0f} % of the highest "
-            "effective rank before, or less, in most clients; lower training.learning_rate, or take "
-            "objective simclr (training.stop_at_collapse=false goes on)"
+            "effective rank before, or less, and its views find one another more rarely, in most clients; lower "
+            f"training.learning_rate, or take {'larger batches' if objective == 'simclr' else 'objective simclr'} "
+            "(training.stop_at_collapse=false goes on)"
         )
 
 

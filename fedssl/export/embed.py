@@ -179,7 +179,8 @@ def _as_options() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(str(error).replace("data.window=", "--window ").replace("data.window", "--window")) from error
+        told = str(error).partition(", or data.window=percentiles")[0]  # which come from all training images
+        raise UserError(told.replace("data.window=", "--window ").replace("data.window", "--window")) from error
 
 
 def _from_arrays(arrays: dict[str, Tensor], shape: tuple[int, int, int]) -> Iterator[ImageBatch]:

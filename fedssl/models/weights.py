@@ -101,7 +101,7 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
     wanted = list(dict.fromkeys(architectures))
     if isinstance(options.weights, str):
         if len(wanted) > 1:
-            example = f"{{{_described(options.weights).get('architecture', wanted[0])}: {options.weights}}}"
+            example = f"{{{described(options.weights).get('architecture', wanted[0])}: {options.weights}}}"
             raise UserError(
                 f"model.weights names one encoder, but architectures has {', '.join(wanted)}: give a mapping such as "
                 f"model.weights='{example}'; an architecture that is not in it starts at random"
@@ -114,7 +114,7 @@ def read_all_weights(options: ModelOptions, architectures: Sequence[str]) -> dic
                 raise UserError(f"model.weights names {name}, but architectures has {', '.join(wanted)}")
     weights = {}
     for architecture, source in sources.items():
-        made_for = _described(source).get("architecture")
+        made_for = described(source).get("architecture")
         if made_for not in (None, architecture, architecture.split(".")[0]):
             raise UserError(
                 f"model.weights: {source} holds the weights of {made_for}, not of {architecture}: set "
@@ -141,10 +141,10 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
     try:
         if not source.startswith(_TIMM) and not Path(source).exists():
             raise UserError(f"there is no folder {source}: expected a folder of fedssl export, or timm:NAME")
-        weights, described = _read(source), _described(source)
-        if not described:
+        weights, told = _read(source), described(source)
+        if not told:
             raise UserError(f"{source} does not tell its architecture: expected a folder of fedssl export or timm:NAME")
-        architecture, trained_on = described["architecture"], described["image_shape"]
+        architecture, trained_on = told["architecture"], told["image_shape"]
         if trained_on and trained_on[1:] != sides:
             raise UserError(
                 f"{source} is an encoder of images [channels, height, width] {trained_on}, got {[*image_shape]}: set "
@@ -152,7 +152,7 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
-            encoder = build_encoder(architecture, channels, sides[1], sides[0], stored_stem(described))
+            encoder = build_encoder(architecture, channels, sides[1], sides[0], stored_stem(told))
         load_weights(encoder, weights, architecture, source)
     except UserError as error:
         raise UserError(f"{option}: {str(error).removeprefix('model.weights: ')}") from error
@@ -271,7 +271,7 @@ def _classifier_names(architecture: str, own: Weights) -> set[str]:
     return {f"{head}.{kind}" for head in heads for kind in ("weight", "bias")} - own.keys()
 
 
-def _described(source: str) -> dict[str, Any]:
+def described(source: str) -> dict[str, Any]:
     """Return `architecture`, `stem` and `image_shape` of a source of weights; nothing if it does not tell them."""
     if source.startswith(_TIMM):
         return {"architecture": source.removeprefix(_TIMM).split(".")[0], "stem": STEMS["large"], "image_shape": []}

@@ -209,9 +209,14 @@ def _adapt_partition(recipe: _Filled) -> Iterator[str]:
 
 
 def _continue_gently(recipe: _Filled) -> Iterator[str]:
-    """Train an encoder that starts from weights slowly, with their batch statistics, after its new heads."""
+    """Train an encoder that starts from weights slowly, as what they are of, with their batch statistics."""
+    from ..models.weights import described
+
     model, training = recipe.values.get("model", {}), recipe.values["training"]
-    if model.get("weights"):
+    if weights := model.get("weights"):
+        if isinstance(weights, str) and "architectures" not in recipe.given and (told := described(weights)):
+            recipe.values["architectures"] = [told["architecture"]]
+            yield f"architectures is {told['architecture']}, whose weights model.weights holds."
         rate = training.setdefault("encoder_rate", _ENCODER_RATE)
         kept = model.setdefault("batch_statistics", "kept")
         yield f"training.encoder_rate is {rate} and model.batch_statistics {kept}, as the encoder starts from weights."

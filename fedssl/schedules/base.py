@@ -65,18 +65,6 @@ class Schedule(Part):
                 target.requires_grad_(False)
                 model.encoder.share_frozen_outputs(target)
 
-    def forget_round(self, model: Model) -> None:
-        """Undo what a round or an evaluation leaves in a model beside its state: gradients, modes, roles of layers."""
-        model.zero_grad(set_to_none=True)
-        for network in (model.online, model.target):
-            encoder = dict(network.items()).get("encoder")
-            if isinstance(encoder, StagedEncoder):
-                encoder.frozen_outputs = None
-                encoder.use(range(encoder.layers))
-        model.train()
-        model.let_train()
-        model.target.requires_grad_(False)
-
     def travelling(self, model: Model, plan: Plan) -> list[str]:
         """Return state-dict names of what a weight-exchanging aggregator sends up and down in a round."""
         online = [name for name in model.state_dict() if name.startswith("online.") and name not in model.frozen]

@@ -437,7 +437,7 @@ def test_a_reverse_proxy_that_cannot_start_ends_the_server(start, provisioned):
     server = provisioned() / "server"
     assert start(BROKEN_NGINX).wait() == 1
     assert (server / "nginx.pids").read_text().split() == ["broken"] * 6
-    assert "has ended 5 times and is not started again: see nginx.log" in (server / "log").read_text()
+    assert "was started again 5 times and has ended again: see nginx.log" in (server / "log").read_text()
     assert processes(server, "superlink") == []
 
 

@@ -57,8 +57,12 @@ def test_a_central_run_pauses_some_twenty_to_a_hundred_times(step, rounds, epoch
 
 
 def test_a_schedule_whose_rounds_differ_is_refused(tiny):
-    with pytest.raises(UserError, match=r"--minutes does not go with schedule layer_wise"):
+    with pytest.raises(
+        UserError, match=r"--minutes does not go with schedule layer_wise, .*: give rounds and schedule"
+    ):
         require_equal_rounds(tiny(**LW_FEDSSL))
+    with pytest.raises(UserError, match=r"untrained, .*train nothing: leave it out$"):
+        require_equal_rounds(tiny(schedule="untrained"))
 
 
 @pytest.fixture

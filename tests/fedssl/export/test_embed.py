@@ -215,7 +215,7 @@ def test_what_cannot_be_embedded_is_said(exported, tmp_path):
     for folder, images, says in (
         (encoder, "empty", "holds no image"),
         (encoder, "nothing", "there is no folder or file"),
-        (encoder, "deep.npz", r"set --window \[4095,4095\] or .*--window full .*--window per_image"),
+        (encoder, "deep.npz", r"set --window \[4095,4095\] or .*--window full .*--window per_image$"),
         (run, "empty", "is a run's folder: export its encoder first"),
     ):
         with pytest.raises(UserError, match=says):
