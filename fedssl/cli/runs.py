@@ -112,6 +112,8 @@ def run(
             f"run it without, then choose one with fedssl export {quoted(path)} FOLDER --client NUMBER"
         )
     if minutes is not None:
+        if not math.isfinite(minutes):
+            raise UserError(f"--minutes: expected a number of minutes, got {minutes}")
         if any(override.startswith("rounds=") for override in overrides or ()):
             raise UserError("--minutes chooses the number of rounds: leave out --minutes or rounds=N")
         if loaded.engine != "in-process":

@@ -84,6 +84,7 @@ def _of_several_folders(options: DataOptions) -> tuple[list[_ImageFile], list[_I
     """Return the training files of all folders, each with its folder, as it was given, in the column `folder`."""
     assert options.path is not None
     files: list[_ImageFile] = []
+    places = Counter[Path]()
     for path in (options.path, *options.more_paths):
         folder = expand_home(path)
         train, test = _listed_splits(folder, "data.more_paths" if files else "data.path", options)
@@ -92,7 +93,8 @@ def _of_several_folders(options: DataOptions) -> tuple[list[_ImageFile], list[_I
                 f"{printable(folder)} holds train/ and test/, which data.more_paths cannot join: name folders in them"
             )
         files += [replace(file, columns={"folder": composed(str(path))}) for file in train]
-    repeated = [str(path) for path, count in Counter(file.path.resolve() for file in files).items() if count > 1]
+        places.update({file.path.resolve() for file in train})  # a link within a folder repeats none
+    repeated = [str(path) for path, count in places.items() if count > 1]
     if repeated:
         raise UserError(
             f"two of data.path and data.more_paths hold the same files: {listed(repeated, 3)}; name each once"
@@ -151,7 +153,7 @@ def _listed_splits(root: Path, option: str, options: DataOptions) -> tuple[list[
         missing = {
             number: f"only {' and '.join(read)} are read"
             if name in outside
-            else f"not a file whose name ends as an image's{remedy([Path(name)])}"
+            else f"no image file in data.path that is read{remedy([Path(name)])}"
             if os.path.exists(root / name)
             else "there is no such file"
             for number, name in enumerate(table)
@@ -319,7 +321,7 @@ def _class_names(train: Sequence[_ImageFile], test: Sequence[_ImageFile], by_num
     unknown = {file.label for file in test if file.label is not None} - labels
     if unknown:
         raise UserError(f"test/ has classes that train/ lacks: {listed(sorted(unknown))}; give train/ images of them")
-    if by_number and all(label.isdecimal() for label in labels):
+    if by_number and all(label.isdecimal() and len(label) < 1000 for label in labels):  # int() has a limit
         return sorted(labels, key=lambda label: (int(label), label))
     return sorted(labels)
 

@@ -134,7 +134,7 @@ def load_observer(path: Path) -> Observer:
         raise UserError(f"{path}: {kind.__name__}() failed: {type(error).__name__}: {error}") from error
     for name in vars(Observer):
         if not name.startswith("_"):
-            setattr(observer, name, _named(getattr(observer, name), path))
+            object.__setattr__(observer, name, _named(getattr(observer, name), path))  # it may be a frozen data class
     return observer
 
 

@@ -27,7 +27,7 @@ from ..models.encoders import STEMS, SmallConvNet, build_encoder, has_small_imag
 from ..options import validated
 from ..run_folder.storage import make_folder, require_new_folder, safetensors_of, sync_path, write_atomically, writing
 from ..templates import fill_template
-from ..untrusted import MOST_BYTES, read_regular_file
+from ..untrusted import MOST_BYTES, printable, read_regular_file
 from .model_card import model_card
 from .onnx_file import MEAN, STD, write_onnx
 from .trained_encoder import EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
@@ -52,7 +52,7 @@ def export_encoder(
     """
     require_new_folder(output)
     chosen = encoder_of_run(run, client, trust, best)
-    config = encoder_config(chosen, run.resolve().name)
+    config = encoder_config(chosen, printable(run.resolve().name))
     parent = output.absolute().parent
     make_folder(parent)
     preparing = parent / f".{output.name}.{secrets.token_hex(8)}"

@@ -120,7 +120,7 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
         privacy=_privacy(runs),
         settings=_settings(first),
         history=_history(runs),
-        folders=[(run.name, run.seed, run.path) for run in runs],
+        folders=[(run.name, run.seed, printable(run.path)) for run in runs],
         recipes=[(f"{run.name}, seed {run.seed}", _as_yaml(run.recipe)) for run in first],
     )
 

@@ -62,7 +62,7 @@ def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]], label_widt
     """
     lines = [list(header)]
     for label, *cells in rows:
-        first, *more = textwrap.wrap(label, label_width)
+        first, *more = textwrap.wrap(label, label_width) or [label]
         lines += [[first, *cells], *(["  " + text, *[""] * len(cells)] for text in more)]
     first_width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = []

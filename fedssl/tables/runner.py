@@ -23,7 +23,7 @@ from ..engines import engine_of
 from ..engines.durations import format_duration
 from ..engines.observers import Observer
 from ..engines.workers import end_with_parent, worker_pool
-from ..errors import UserError
+from ..errors import UserError, memory_sentence
 from ..export.encoder_folder import export_encoder, is_encoder_folder
 from ..federation import require_same_data
 from ..interrupts import interrupts_ignored
@@ -176,7 +176,7 @@ class _Rounds(Observer):
 
 
 def _run(recipe: str, path: Path, round_committed: Callable[[int], None] = lambda number: None) -> str | None:
-    """Run a cell, or continue it where it was stopped; return the message of a UserError.
+    """Run a cell, or continue it where it was stopped; return the message of a UserError, or that memory is wanting.
 
     The recipe is given as text, because a part from the user's own file cannot be pickled for a worker process.
     """
@@ -184,8 +184,10 @@ def _run(recipe: str, path: Path, round_committed: Callable[[int], None] = lambd
         loaded = parse_recipe(yaml.safe_load(recipe))
         engine, rounds, begun = engine_of(loaded), _Rounds(round_committed), (path / "recipe.yaml").is_file()
         checkpoint = (engine.resume(path, rounds) if begun else engine.run(loaded, path, rounds)).checkpoint
-    except UserError as error:
-        return str(error)
+    except Exception as error:
+        if told := str(error) if isinstance(error, UserError) else memory_sentence(error):
+            return told
+        raise
     if checkpoint.finished:
         return None
     return (

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..data.summary import summarise
 from ..errors import UserError
 from ..recipe.overrides import apply_override, flatten_keys
 from .files import Note
@@ -30,7 +31,8 @@ def trials_of(table: Table, trust: bool = False) -> Table:
     """
     assert table.sweep is not None
     sweep = table.sweep
-    measured = {"data": {"validation_fraction": 0.2} | table.settings.get("data", {})}  # the table may set another
+    data = table.settings.get("data", {})  # may set another fraction, or be what `cell_recipe` refuses
+    measured = {"data": {"validation_fraction": 0.2} | data} if isinstance(data, dict) else {}
     rows = []
     for number, row in itertools.product(range(sweep.trials), table.rows):
         settings = copy.deepcopy(row.settings)
@@ -77,6 +79,9 @@ def run_sweep(
     recipes, metric = [cell.recipe for cell in table_cells(trials, output, overrides)], table.sweep.metric
     if not all(recipe.data.validation_fraction for recipe in recipes):
         raise UserError("sweep: trials are measured on validation images: leave data.validation_fraction=0 out")
+    found = summarise(recipes[0].data.model_dump())
+    if metric != "view_retrieval" and found is not None and not found.labelled:
+        raise UserError(f"sweep: images without labels have no {metric}: set sweep.metric to view_retrieval")
     share = metric.removeprefix("linear_")
     if share.startswith("0") and not all(float(share) in recipe.evaluation.few_labels for recipe in recipes):
         raise UserError(f"sweep: {metric} is not measured: add {share} to evaluation.few_labels of every row")

@@ -100,6 +100,9 @@ def test_run_evaluate_report_and_resume(fedssl, tmp_path):
     sections = ("Collapse of the representations", "Images as the encoder sees them", "Who holds what")
     assert all(section in page for section in sections)
     assert fedssl("run", "--resume", "runs/tiny-seed0")[0] == 0
+    (tmp_path / "runs" / "tiny-seed0").rename(not_unicode := os.fsdecode(b"r\xe9"))
+    assert fedssl("report", not_unicode, "--no-images")[0] == 0
+    assert fedssl("export", not_unicode, "encoder", "--client", "0")[0] == 0
 
 
 def test_a_run_exports_its_encoder(fedssl, tiny_file, tmp_path):
@@ -155,6 +158,8 @@ UNKNOWN_HOME = "begins with an unknown user's home folder"
         ("run --resume nowhere --overwrite", "--resume takes neither --output nor --overwrite"),
         ("run fedbyol model.weights=none.pt", "model.weights: there is no file .*none.pt"),
         ("run local_only 'model.weights={resnet18: none.pt}'", "model.weights names resnet18, but architectures"),
+        ("run tiny.yaml --minutes inf", "--minutes: expected a number of minutes, got inf"),
+        ("run tiny.yaml --minutes nan", "--minutes: expected a number of minutes, got nan"),
         ("run local_only --observer ./nothing.py", "an observer is an existing .py file .*, got nothing.py"),
         ("evaluate nowhere", "nowhere"),
         ("evaluate nowhere --data digits", "--data: expected KEY=VALUE pairs"),

@@ -47,7 +47,11 @@ def test_files_that_are_left_out_are_named_but_what_programs_leave_behind_is_nei
     [
         *(("scan.NII.gz", "save each slice"), ("scan.nii", "save each slice"), ("s.svs", "vips dzsave")),
         *(("p.HEIC", "magick mogrify"), ("v.mp4", "ffmpeg -i VIDEO"), ("all.zip", "unpack archives")),
-        *(("a.h5", "read arrays with h5py"), ("t.parquet", "save the image of each row"), ("a.npz", "name the .npz file")),
+        *(
+            ("a.h5", "read arrays with h5py"),
+            ("t.parquet", "save the image of each row"),
+            ("a.npz", "name the .npz file"),
+        ),
     ],
 )
 def test_files_that_are_no_images_are_named_with_what_makes_images_of_them(tmp_path, caplog, name, says):

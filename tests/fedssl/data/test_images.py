@@ -163,6 +163,8 @@ def test_labels_from_a_table(tmp_path):
     table = a_table(tmp_path)
     data = load(tmp_path / "images", labels=table)
     assert data.class_names == ("2", "10")  # by value, as they are numbers
+    (tmp_path / "long.csv").write_text(table.read_text().replace(",10", ",1" + "0" * 5000))
+    assert load(tmp_path / "images", labels=tmp_path / "long.csv").class_names == ("1" + "0" * 5000, "2")
     assert len(data.test_images) == 2
     assert [value // 20 % 2 for value in reds(data)] == data.train_labels.tolist()
     assert set(data.columns) == {"site", "file", "label"}
@@ -247,6 +249,10 @@ def test_several_folders_are_one_set_and_each_can_be_a_client(tmp_path, monkeypa
         for number in range(count):
             write_image(tmp_path / folder / "ab"[number % 2] / f"{number}.png", 40 * count + number)
     more = [tmp_path / "south", tmp_path / "west/"]
+    (tmp_path / "north" / "latest.png").symlink_to("a/0.png")  # within a folder an image may be there twice
+    data = load(tmp_path / "north", more_paths=more)
+    (tmp_path / "north" / "latest.png").unlink()
+    assert len(data.train_images) == 10
     data = load(tmp_path / "north", more_paths=more)
     assert sorted(red // 40 for red in reds(data)) == [2, 2, 3, 3, 3, 4, 4, 4, 4]
     by_folder = PartitionOptions(name="column", column="folder", clients=3)

@@ -127,14 +127,15 @@ def test_a_failure_in_a_method_that_the_class_of_the_file_inherits_is_named_too(
 def test_any_failure_of_an_observer_is_one_line_that_names_it_and_its_line(tmp_path):
     """mlflow's errors are of types of its own, and take several lines."""
     body = "def warn(self, text):\n        raise KeyError('not\\nallowed')"
-    (tmp_path / "mine.py").write_text(MINE.replace("pass", body))
+    frozen = "from dataclasses import dataclass\n" + MINE.replace("class ", "@dataclass(frozen=True)\nclass ")
+    (tmp_path / "mine.py").write_text(frozen.replace("pass", body))
     observer = load_observer(tmp_path / "mine.py")
     with pytest.raises(UserError) as caught:
         observer.warn("slow")
     with pytest.raises(UserError, match=r"mine\.py, warn failed: TypeError: .* unexpected keyword argument 'x'"):
         observer.warn(x=1)
     assert str(caught.value) == (
-        f"the observer {tmp_path / 'mine.py'}, warn failed in line 4: KeyError: 'not\\nallowed'; finished rounds "
+        f"the observer {tmp_path / 'mine.py'}, warn failed in line 6: KeyError: 'not\\nallowed'; finished rounds "
         "are kept: correct the observer or leave it out, and continue with fedssl run --resume RUN"
     )
 

@@ -238,6 +238,15 @@ def test_a_failing_cell_is_named_and_the_others_go_on(bad_row, tiny_table, tmp_p
         run_table(table, tmp_path / "out", ["rounds=1"])  # tried again
 
 
+def test_a_cell_for_which_memory_does_not_suffice_stops_no_other(bad_row, tiny_table, tmp_path, monkeypatch):
+    train = Mock(side_effect=[MemoryError("8 GB"), in_process.run])
+    monkeypatch.setattr(runner, "engine_of", lambda recipe: SimpleNamespace(run=lambda *given: train()(*given)))
+    rows = [bad_row, tiny_table.rows[1].model_dump()]
+    table = make_table(method="Alone!", baselines=["bad"], controls=[], verdict="comparison", rows=rows, seeds=[4])
+    with pytest.raises(UserError, match=r"^1 of 2 runs failed: bad, seed 4: the memory does not suffice \(8 GB\)"):
+        run_table(table, tmp_path / "out", ["rounds=1"])
+
+
 def stop_in_the_middle(
     table: Table, folder: Path, labels: Sequence[str], stop: Callable[[subprocess.Popen[str]], None], told: str = ""
 ) -> tuple[int, str, str]:

@@ -13,6 +13,7 @@ from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
 from fedssl.run_folder.record import read_run
 from fedssl.tables.results import Results
+from fedssl.tables.runner import table_cells
 from fedssl.tables.sweep import drawn, run_sweep, trials_of
 from fedssl.tables.table import Sweep, load_table
 from tests.fedssl.conftest import AVERAGED, tiny_values
@@ -75,6 +76,10 @@ def test_the_best_value_wins_and_of_equal_ones_the_first(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"leave data\.validation_fraction=0 out"):
         run_sweep(table, tmp_path, ["data.validation_fraction=0"], 1, lambda text: None)
     assert [row.settings["training"]["learning_rate"] for row in ran[-1].rows] == [RATES[2], RATES[0]]
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((90, 8, 8), np.uint8), x_test=np.zeros((9, 8, 8), np.uint8))
+    unlabelled = ["data.name=npz", f"data.path={tmp_path / 'a.npz'}", "partition={name: iid, clients: 3}"]
+    with pytest.raises(UserError, match=r"images without labels have no knn: set sweep\.metric to view_retrieval"):
+        run_sweep(table, tmp_path, unlabelled, 1, lambda text: None)
     few = load_table(write(tmp_path, {"metric": "linear_0.01"}))
     with pytest.raises(UserError, match=r"linear_0\.01 is not measured: add 0\.01 to evaluation\.few_labels"):
         run_sweep(few, tmp_path, ["evaluation.few_labels=[0.1]"], 1, lambda text: None)
@@ -104,6 +109,8 @@ def test_what_is_drawn_depends_on_seed_row_and_number_alone(tmp_path):
         ({"draw": "grid"}, {}, "the grid of row 'one' has 3 points, but trials is 2, and all rows get as many"),
         ({"seed": 1}, {}, "sweep: the table must have no scenarios, no oracles, and other seeds than the sweep's"),
         ({}, {"scenarios": [{"label": "a"}]}, "sweep: the table must have no scenarios"),
+        ({}, {"settings": {"data": "digits"}}, "data"),
+        ({}, {"settings": {"data": None}}, "data"),
         ({"own_ranges": {"third": {}}}, {}, "own_ranges names 'third', but the rows' labels are one, other"),
         ({"ranges": {"rounds": []}}, {}, "sweep.ranges.rounds"),
         ({"ranges": {"objective.name": ["./mine.py"]}}, {}, "names the part .*/mine.py, whose code would be run"),
@@ -113,7 +120,7 @@ def test_what_is_drawn_depends_on_seed_row_and_number_alone(tmp_path):
 def test_refusals(tmp_path, sweep, changes, match):
     (tmp_path / "mine.py").write_text("")
     with pytest.raises(UserError, match=match):
-        trials_of(load_table(write(tmp_path, sweep, **changes)))
+        table_cells(trials_of(load_table(write(tmp_path, sweep, **changes))), tmp_path / "out")
 
 
 def test_validation_images_are_training_images_and_no_test_image_is_read():
