@@ -195,25 +195,25 @@ def decode_images(files: Sequence[Path], options: DataOptions, height: int, widt
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of files that are read all the same or named as broken
         limit = _SHARE_OF_MEMORY * available_memory() if options.memory_limit is None else options.memory_limit * 1e9
-        cache = None
-        if len(files) * max(3, options.channels or 3) * height * width > limit:
-            asked_for = "" if options.channels is None else f" {options.channels}"
-            cache = _cache_path(files, f"{height} {width} {options.window}{asked_for}")
-            if (cached := _read_cache(cache)) is not None:
-                stored, kept, faults = cached
-                report_broken(files, faults, options.broken)
-                return stored, kept
+        asked_for = "" if options.channels is None else f" {options.channels}"
+        decoded_as = f"{height} {width} {options.window}{asked_for}"
+        needed = len(files) * max(3, options.channels or 3) * height * width
+        if needed > limit and (cached := _read_cache(_cache_path(files, decoded_as), files, options)):
+            return cached
         kinds, faults = _read_headers(files, options)
         options = options.model_copy(update={"window": _checked_window(files, kinds, options)})
         readable = {index: files[index] for index in kinds}
         shape = _channels_of(files, kinds, options), height, width
         needed = len(readable) * math.prod(shape)
-        if cache is None or needed <= limit:  # gray images take a third
+        if needed <= limit:  # gray images take a third
             images = torch.empty((len(readable), *shape), dtype=torch.uint8)
             rows = iter(images.numpy())
             kept = _decode(readable, shape, options, faults, lambda pixels: np.copyto(next(rows), pixels))
             report_broken(files, faults, options.broken)
             return images[: len(kept)], kept
+        cache = _cache_path(files, decoded_as)
+        if cached := _read_cache(cache, files, options):  # of more channels than were counted above
+            return cached
         notify(f"decoding {len(readable):,} images once, into {printable(cache)} ({readable_bytes(needed)})")
         with _new_file(cache, needed) as file:
             kept = _decode(readable, shape, options, faults, lambda pixels: file.write(pixels.tobytes()))
@@ -257,8 +257,8 @@ def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
     return folder / f"{digest.hexdigest()[:32]}.images"
 
 
-def _read_cache(cache: Path) -> tuple[Images, list[int], dict[int, str]] | None:
-    """Return the images that an earlier run decoded, which files they are, and why others cannot be read; or None."""
+def _read_cache(cache: Path, files: Sequence[Path], options: DataOptions) -> tuple[Images, list[int]] | None:
+    """Return what `decode_images` gave an earlier run, or None; what it could not read is named again."""
     try:
         stored = json.loads(cache.with_suffix(".json").read_text(encoding="utf-8"))
         channels, height, width = stored["shape"]
@@ -267,7 +267,8 @@ def _read_cache(cache: Path) -> tuple[Images, list[int], dict[int, str]] | None:
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return open_stored_images(cache, (channels, height, width), len(kept)), kept, faults
+    report_broken(files, faults, options.broken)
+    return open_stored_images(cache, (channels, height, width), len(kept)), kept
 
 
 @contextmanager
