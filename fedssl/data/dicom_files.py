@@ -36,7 +36,7 @@ def dicom_kind(file: Path) -> ImageKind:
 
 
 def dicom_pixels(file: Path, window: Window | None) -> NDArray[np.uint8]:
-    """Read the first image: gray [H, W] through a window, or colours [H, W, 3].
+    """Read the first image: gray [H, W] through a window, or colours [H, W, 3], also gray through three windows.
 
     Without a window of the user's or, for `file`, of its own, an image that `dicom_kind` calls not deep is shown from
     the smallest to the largest value that its bits can store.

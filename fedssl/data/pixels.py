@@ -34,7 +34,8 @@ def apply_window(
     """Scale finite pixels [n, ...] of any number type to 0..255; those outside the window become 0 or 255.
 
     Channels lie along `axis`, 1 or later; without it there is one. A single window holds for every channel. `per_image`
-    is each channel's own range, but of one or three channels, which are colours, the image's; one value becomes 0.
+    is each channel's own range, but of one or three channels, which are colours, the image's; one value becomes 0. For
+    a window of three pairs a single channel is repeated, and lies last where there was no `axis`.
     `full` is from the smallest to the largest value of the stored type, `type_range`, by default of the array's. Floats
     without it, and the wrong number of windows, raise ValueError.
     """
@@ -44,11 +45,14 @@ def apply_window(
         if type_range is None and images.dtype.kind not in "iu":
             raise ValueError("these pixels have no full range, as they are floats; set data.window=[LOW,HIGH]")
         window = type_range or (float(np.iinfo(images.dtype).min), float(np.iinfo(images.dtype).max))
+    if axis is None and is_by_channel(window):
+        images, axis = images[..., None], images.ndim
     channels = 1 if axis is None else images.shape[axis]
-    along = [channels if number == axis else 1 for number in range(images.ndim)]
     axes = tuple(number for number in range(1, images.ndim) if number != axis or channels in (1, 3))
-    limits: Any = None if window == "per_image" else np.array(windows_of(window, channels))
-    scaled = np.empty(images.shape, np.uint8)
+    windows = windows_of(window, channels)
+    along = [len(windows) if number == axis else 1 for number in range(images.ndim)]
+    limits: Any = None if window == "per_image" else np.array(windows)
+    scaled = np.empty(np.broadcast_shapes(images.shape, along), np.uint8)
     step = max(1, _VALUES_AT_A_TIME // max(1, images[:1].size))  # in parts, as float64 takes eight times the memory
     for start in range(0, len(images), step):
         part = images[start : start + step].astype(np.float64)
@@ -62,10 +66,13 @@ def apply_window(
 
 
 def windows_of(window: Window, channels: int) -> tuple[Window, ...]:
-    """Return the window of each channel; raise ValueError where there is another number of them."""
+    """Return the window of each channel; raise ValueError where there is another number of them.
+
+    A single channel may have three, as it is then repeated to three.
+    """
     if not is_by_channel(window):
         return (window,) * channels
-    if len(window) != channels:
+    if len(window) != channels and (channels, len(window)) != (1, 3):
         raise ValueError(
             f"{channels} channels, but data.window has {len(window)} pairs; give one [LOW,HIGH] for all or for each"
         )

@@ -10,6 +10,7 @@ from fedssl.data.datasets import load_dataset
 from fedssl.data.files import list_files
 from fedssl.data.image_files import image_kind, read_pixels, stored_values
 from fedssl.data.image_kinds import BrokenImageError
+from fedssl.data.npz import images_in
 from fedssl.data.options import DataOptions
 from fedssl.data.pixels import parse_window
 from fedssl.data.summary import summarise
@@ -62,6 +63,24 @@ def test_pages_and_arrays_are_read_by_channel(tmp_path):
     loaded = load_npz(save(tmp_path / "a.npz", x=values[None]), window=window)
     assert np.array_equal(loaded.train_images[0].numpy(), wanted)
     refused("x in .*: 4 channels, but data.window has 2 pairs", npz_of(tmp_path, values[None], window=window[:2]))
+
+
+@pytest.mark.parametrize("dtype", ["u2", "f4"])
+def test_a_grey_image_is_read_through_three_windows_in_arrays_as_in_files(tmp_path, dtype):
+    """An image of no value in any of them is refused."""
+    values, window = values_of(dtype, 2, 16, 16), ((0.0, 20_000.0), (5_000.0, 9_000.0), (19_000.0, 65_535.0))
+    low, high = np.array(window).T[:, :, None, None]
+    wanted = np.rint(np.clip((values[:, None] - low) / (high - low), 0, 1) * 255).astype(np.uint8)
+    for number, one in enumerate(values):
+        tifffile.imwrite(tmp_path / f"{number}.tif", one)
+        assert np.array_equal(read_pixels(tmp_path / f"{number}.tif", 16, 16, 3, window), wanted[number])
+    for array in (values, values[..., None], values[:, None]):
+        for channels in (None, 3):
+            (images,) = images_in(save(tmp_path / "a.npz", x=array), ["x"], window, channels).values()
+            assert np.array_equal(images, wanted)
+    if dtype == "f4":
+        says = "x in .*: 2 of 2 images lie wholly outside"
+        refused(says, npz_of(tmp_path, values - 30_000, window=window, channels=3))
 
 
 def test_percentiles_are_measured_on_the_training_images_and_stay(tmp_path, tiny):

@@ -186,6 +186,14 @@ def test_a_row_of_the_table(tmp_path, name):
     assert np.abs(read_as.astype(int) - expected).max() <= (1 if name.startswith("YBR") else 0)
 
 
+@pytest.mark.parametrize(("inverted", "polarity"), [(False, "MONOCHROME2"), (True, "MONOCHROME1")])
+def test_a_grey_image_is_read_through_three_windows_as_colours_are(tmp_path, inverted, polarity):
+    file, windows = tmp_path / "a.dcm", ((0.0, 4095.0), (100.0, 900.0), (2000.0, 4000.0))
+    write_dicom(file, TWELVE, **BITS_12, PhotometricInterpretation=polarity)
+    wanted = [255 - one if inverted else one for one in (scaled(TWELVE, *window) for window in windows)]
+    assert np.array_equal(read_pixels(file, 16, 16, 3, windows), wanted)
+
+
 @pytest.mark.parametrize("syntax", ["1.2.840.10008.1.2", "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.5"])
 def test_transfer_syntaxes(tmp_path, syntax):
     """Implicit, deflated, and compressed by run lengths."""
