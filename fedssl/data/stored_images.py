@@ -228,16 +228,18 @@ def measured_window(files: Sequence[Path], options: DataOptions) -> Window | Non
     """Return the window of the options; that of percentiles as the numbers of the training images' files."""
     if options.window != "percentiles":
         return options.window
-    needing = [file for file in files if _needs_window(file, options.channels)]
+    kinds = {file: kind for file in files if (kind := _readable_kind(file, options.channels))}
+    needing = [file for file, kind in kinds.items() if kind.deep]
     chosen = needing[:: math.ceil(len(needing) / _FILES_FOR_WINDOW) or 1]
-    return window_of_files([values for _, values in _values_of(chosen, options.channels)])
+    channels = options.channels or usual_channels(kinds.values())
+    return window_of_files([values for _, values in _values_of(chosen, options.channels)], channels)
 
 
-def _needs_window(file: Path, channels: int | None) -> bool:
+def _readable_kind(file: Path, channels: int | None) -> ImageKind | None:
     with suppress(BrokenImageError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return image_kind(file, channels).deep
-    return False
+        return image_kind(file, channels)
+    return None
 
 
 def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
@@ -371,8 +373,8 @@ def range_of_float_files(files: Sequence[Path], channels: int | None) -> Window 
     """
     if any(file.suffix.lower() != ARRAY_SUFFIX for file in files):
         return None
-    floats = [file for file in files if _needs_window(file, channels)]
-    if not floats or any(image_kind(file, channels).type_range for file in floats):
+    floats = {file: kind for file in files if (kind := _readable_kind(file, channels)) and kind.deep}
+    if not floats or any(kind.type_range for kind in floats.values()):
         return None
 
     def arrays() -> Iterator[tuple[str, NDArray[Any]]]:

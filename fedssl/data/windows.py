@@ -27,16 +27,20 @@ def window_of_arrays(arrays: Mapping[str, NDArray[Any]], window: Window | None, 
     if not is_deep(images):
         return None
     axis = 0 if images.ndim == 3 else channel_axis(images.shape, name, channels)
-    by_channel = np.moveaxis(images, axis, 0) if axis else images[None]
+    by_channel = np.moveaxis(images, axis, 0) if axis and channels != 1 else images[None]  # colours become grey
     step = math.ceil(by_channel[0].size / _VALUES)
     return _window(by_channel[:, ::step].reshape(len(by_channel), -1))
 
 
-def window_of_files(chosen: Sequence[NDArray[Any]]) -> Window | None:
-    """Return the window of the values [k, channels] of some files."""
+def window_of_files(chosen: Sequence[NDArray[Any]], channels: int) -> Window | None:
+    """Return the window of the values [k, C] of some files, whose images become images of `channels` channels."""
     least = max(1, _VALUES // max(1, len(chosen)))
     parts = [values[:: math.ceil(len(values) / least)] for values in chosen]
-    parts = [part for part in parts if part.shape[1] == parts[0].shape[1]]  # decoding refuses the others
+    parts = [
+        part.reshape(-1, 1).repeat(channels, 1) if {part.shape[1], channels} == {1, 3} else part for part in parts
+    ]  # grey and colours become each other
+    fitting = [part for part in parts if part.shape[1] == channels]  # decoding refuses the others
+    parts = fitting or [part.reshape(-1, 1) for part in parts]
     return _window(np.concatenate(parts).T) if parts else None
 
 

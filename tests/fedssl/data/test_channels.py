@@ -1,5 +1,6 @@
 """Images of any number of channels: what is read, how windows hold by channel, and a run on five channels."""
 
+import imagecodecs
 import numpy as np
 import pytest
 import tifffile
@@ -150,12 +151,34 @@ def test_colours_become_grey_as_pillow_makes_them_and_the_reverse_in_arrays_as_i
     assert [summary.channels for summary in summaries] == [1, 1, 3]
 
 
-def test_a_deep_grey_image_among_colours_becomes_three_channels_by_their_percentiles(tmp_path):
-    for number, shape in enumerate([(8, 8, 3)] * 4 + [(8, 8)]):
-        tifffile.imwrite(tmp_path / f"{number}.tif", values_of("u2", *shape))
-    options = DataOptions(name="images", path=tmp_path, image_size=8, window="percentiles", test_fraction=0.2)
+GREY, COLOUR = (8, 8, 1), (8, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "channels", "used"),
+    [
+        ([COLOUR] * 4 + [GREY], None, 3),
+        ([GREY] + [COLOUR] * 4, None, 3),
+        ([COLOUR] + [GREY] * 7, None, 1),
+        ([COLOUR] * 2, 1, 1),
+        ([COLOUR, GREY], 1, 1),
+        ([GREY] * 2, 3, 3),
+    ],
+)
+def test_percentiles_are_those_of_the_channels_that_grey_and_coloured_images_become(tmp_path, shapes, channels, used):
+    images = [values_of("u2", *shape) // (number + 1 + np.arange(shape[2])) for number, shape in enumerate(shapes)]
+    for number, image in enumerate(images):
+        (tmp_path / f"{number}.png").write_bytes(imagecodecs.png_encode(image.astype("u2").squeeze()))
+    values = [image.reshape(-1, 1) if used == 1 else np.broadcast_to(image, COLOUR).reshape(-1, 3) for image in images]
+    options = DataOptions(name="images", path=tmp_path, image_size=8, window="percentiles", channels=channels)
     dataset = load_dataset(options, 0)
-    assert len(dataset.train_images) + len(dataset.test_images) == 5
+    assert dataset.train_images.shape == (len(images), used, 8, 8)
+    wanted = np.percentile(np.concatenate(values), (1, 99), axis=0).T
+    assert np.allclose(np.reshape(dataset.window, (used, 2)), wanted)
+    if len(set(shapes)) == 1:
+        x = np.stack(images).astype("u2")
+        array = load_npz(save(tmp_path / "a.npz", x=x), window="percentiles", channels=channels)
+        assert np.allclose(array.window, wanted)
 
 
 def varying(low: float, high: float) -> np.ndarray:
@@ -205,6 +228,12 @@ def test_other_refusals(tmp_path):
     np.save(tmp_path / "labels.npy", np.arange(3))
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     assert list_files(tmp_path, False)[0] == [tmp_path / "a.png"]  # beside images an array is no image
+    (tmp_path / "bands").mkdir()
+    tifffile.imwrite(
+        tmp_path / "bands" / "a.tif", values_of("u2", 8, 8, 4), photometric="minisblack", planarconfig="contig"
+    )
+    bands = DataOptions(name="images", path=tmp_path / "bands", window="percentiles", channels=5)
+    refused(r"a\.tif .*\(4 channels, expected 5\)", bands)
     tuned = five(tmp_path, random_pixels(30, 8, 8, 5)) | {"evaluation": {"fine_tune": {}}}
     with pytest.raises(UserError, match=r"the images have 5: set evaluation\.fine_tune\.augmentation=none"):
         build_federation(parse_recipe(tiny_values(**AVERAGED, **tuned)))
