@@ -17,7 +17,7 @@ from ..errors import UserError
 from .dicom_files import dicom_kind, dicom_pixels, dicom_values
 from .files import ARRAY_SUFFIX, first_line, is_dicom, is_tiff
 from .image_kinds import BrokenImageError, ImageKind, kind_of_values, require_size
-from .pixels import Window, apply_window, channel_axis, is_by_channel, upright, wholly_outside
+from .pixels import Window, apply_window, channel_axis, upright, wholly_outside
 from .tiff_files import read_tiff
 
 # What Pillow may take a file for, whatever its name ends with. Its other formats include some that start programs.
@@ -109,8 +109,6 @@ def _shown(kind: ImageKind, values: NDArray[Any], window: Window | None) -> NDAr
     if not kind.deep:
         return values.astype(np.uint8) * np.uint8(255 if values.dtype.kind == "b" else 1)
     assert window is not None
-    if values.shape[2] == 1 and is_by_channel(window) and len(window) == 3:  # it becomes three equal channels
-        values = values.repeat(3, 2)
     if _finite(values).dtype.kind == "f" and wholly_outside(values[None], window, 3)[0]:
         raise BrokenImageError(f"all values, {values.min():g} to {values.max():g}, lie outside data.window")
     shown = apply_window(values[None], window, kind.type_range, 3)[0]

@@ -187,7 +187,7 @@ def test_missing_and_unreadable_files(tmp_path):
         (tmp_path / name).write_bytes(content)
         refused(says, of(tmp_path / name))
     refused(r"no file .*nothing\.npz; set data\.path", of(tmp_path / "nothing.npz"))
-    refused(r"is a folder.*data\.name=folder", of(tmp_path))
+    refused(r"is a folder.*data\.name=images", of(tmp_path))
 
 
 # Files that are made to do harm
