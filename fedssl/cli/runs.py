@@ -184,11 +184,13 @@ def pretrain(
 
     It runs the recipe centralised_simclr on them, and prints the `fedssl run` that does the same.
     """
-    settings = [word for word in words if "=" in word and not Path(word).exists()]
+    from ..recipe.overrides import as_read
+
+    settings = [word for word in words if "=" in word and not os.path.exists(word)]  # one may be too long for a name
     first, *more = [word for word in words if word not in settings] or [""]
     if not first:
         raise UserError("name a folder of images, such as: fedssl pretrain my_images --encoder encoder")
-    data = [f"data.name={'npz' if first.endswith(('.npz', '.npy')) else 'images'}", f"data.path={first}"]
+    data = [f"data.name={'npz' if first.endswith(('.npz', '.npy')) else 'images'}", f"data.path={as_read(first)}"]
     if more:
         data.append(f"data.more_paths={json.dumps(more, ensure_ascii=False)}")
     options = {"--encoder": encoder, "--minutes": minutes, "--output": output}

@@ -70,6 +70,38 @@ def test_a_small_network_is_taken_where_the_time_is_short(seconds, given, expect
     assert ("resnet18 would see each image" in out) == (expected == "small_convnet_512")
 
 
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("my scans #2", "my scans #2"),
+        ("'old' scans", "\"'old' scans\""),
+        ("trail ", '"trail "'),
+        ("null", '"null"'),
+        ("two\nlines", r'"two\nlines"'),
+    ],
+)
+def test_a_folder_may_have_any_name_and_a_setting_any_length(name, written, fedssl, tmp_path, monkeypatch):
+    write_two_classes(tmp_path / name)
+    started = []
+    monkeypatch.setattr(cli.runs, "_timed_choices", lambda *_: [])
+    monkeypatch.setattr(cli.runs, "run", lambda recipe, changes, *_, **__: started.append(load_recipe(recipe, changes)))
+    code, out, err = fedssl("pretrain", name, f"description={'long ' * 60}")
+    assert code == 0, err
+    assert str(started[0].data.path) == name
+    same = next(line for line in out.splitlines() if line.startswith("The same as:")).partition(":")[2]
+    _, _, recipe, *changes = shlex.split(same)
+    assert f"data.path={written}" in changes
+    assert load_recipe(recipe, changes) == started[0]
+
+
+@pytest.mark.parametrize("words", [("scans\udce9",), ("photos", "scans\udce9")])
+def test_a_name_that_is_not_utf_8_is_to_be_changed(words, fedssl, tmp_path):
+    for word in words:
+        write_two_classes(tmp_path / word)
+    code, _, err = fedssl("pretrain", *words)
+    assert (code, "is not UTF-8: rename the file or folder" in err) == (2, True), err
+
+
 def test_what_cannot_be_timed_is_told_by_the_run(fedssl, tmp_path, monkeypatch):
     monkeypatch.setattr(cli.runs, "_step_seconds", lambda *_: pytest.fail("timed all the same"))
     code, out, err = fedssl("pretrain", "nowhere.npy", *SHORT)
