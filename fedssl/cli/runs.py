@@ -19,7 +19,7 @@ from rich.table import Table as TextTable
 from typer import Argument, Exit, Option
 
 from ..errors import UserError
-from ..untrusted import MOST_BYTES, expand_home, quoted, read_regular_file
+from ..untrusted import MOST_BYTES, expand_home, printable, quoted, read_regular_file
 from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text
 
 if TYPE_CHECKING:
@@ -184,13 +184,13 @@ def pretrain(
 
     It runs the recipe centralised_simclr on them, and prints the `fedssl run` that does the same.
     """
-    from ..recipe.overrides import as_read
-
     settings = [word for word in words if "=" in word and not os.path.exists(word)]  # one may be too long for a name
     first, *more = [word for word in words if word not in settings] or [""]
     if not first:
         raise UserError("name a folder of images, such as: fedssl pretrain my_images --encoder encoder")
-    data = [f"data.name={'npz' if first.endswith(('.npz', '.npy')) else 'images'}", f"data.path={as_read(first)}"]
+    as_read = printable(first) == first.strip().strip("\"'~") and first.lower() != "null"  # without quotes around it
+    path = first if as_read else json.dumps(first, ensure_ascii=False)
+    data = [f"data.name={'npz' if first.endswith(('.npz', '.npy')) else 'images'}", f"data.path={path}"]
     if more:
         data.append(f"data.more_paths={json.dumps(more, ensure_ascii=False)}")
     options = {"--encoder": encoder, "--minutes": minutes, "--output": output}

@@ -3,7 +3,6 @@
 No part is imported here, so that listing the recipes takes less than a second.
 """
 
-import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -159,16 +158,8 @@ def read_text(model: type[Options], keys: Sequence[str], text: str, source: str)
     if text.encode(errors="replace").decode() != text:  # a name's bytes come as surrogates
         raise UserError(f"{source} is not UTF-8: rename the file or folder that it names")
     text = text.strip()
-    return parse_yaml(text, source) if _in_yaml(text) or not is_text(types_at(model, keys)) else text
-
-
-def as_read(text: str) -> str:
-    """Return what `read_text` takes for this text: the text itself, or in quotes where it would take it for another."""
-    return json.dumps(text, ensure_ascii=False) if _in_yaml(text) or text.strip() != text else text
-
-
-def _in_yaml(text: str) -> bool:
-    return text.lower() in ("", "null", "~") or text[0] in "\"'" or printable(text) != text
+    in_yaml = text.lower() in ("", "null", "~") or text[0] in "\"'" or printable(text) != text
+    return parse_yaml(text, source) if in_yaml or not is_text(types_at(model, keys)) else text
 
 
 def flatten_keys(values: Any, prefix: str = "") -> dict[str, Any]:
