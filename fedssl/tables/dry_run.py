@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.datasets import Dataset, load_dataset
-from ..data.files import kind_of, list_files, split_folders
+from ..data.datasets import Dataset, _balanced_subset, load_dataset
+from ..data.files import kind_of
+from ..data.images import _class_names, _listed_splits, _of_several_folders, _split_off_test
 from ..data.options import SOURCES, DataOptions
+from ..data.splits import LabelledImages
 from ..data.summary import summarise
 from ..engines.durations import format_duration
 from ..engines.pace import SECONDS, measure_pace
@@ -145,10 +147,10 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     """Return the training images that `options` name; None if the data is missing and `expected` is None.
 
     Digits and .npz files are read; all other images are noise. The sizes of torchvision's data sets are known.
-    Image files are counted and not opened, so all are taken to be usable and their classes to be equally large. Public
-    images may be missing.
+    Image files are listed with their labels and columns, and not opened, so all are taken to be usable. Other images
+    are taken to be of equally large classes. Public images may be missing.
     """
-    source = SOURCES[options.name]
+    source, files = SOURCES[options.name], None
     if source.torchvision is not None and source.shape is not None:  # its published size
         size = ExpectedData(images=source.images, classes=source.classes, shape=source.shape)
     elif _is_missing(options.path):
@@ -158,30 +160,34 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     elif not source.image_files:
         return load_dataset(options.model_copy(update={"public_path": None}), seed)
     else:
-        size = _counted_files(options)
+        size, names, files = _listed_images(options)
+    if files is None:
+        labels = torch.arange(size.images) % size.classes
+        names = tuple(map(str, range(size.classes))) if size.classes > 1 else ()
+        files = LabelledImages(labels, labels)
     shape = size.shape if options.image_size is None else (size.shape[0], options.image_size, options.image_size)
     count = size.images - math.ceil(options.validation_fraction * size.images) - options.public_holdout
-    count = count if options.train_limit is None else min(count, options.train_limit)
-    labels = torch.arange(max(0, count)) % size.classes
-    noise = _noise(len(labels), shape)
-    names = tuple(map(str, range(size.classes))) if size.classes > 1 else ()
-    return Dataset(options.name, noise, labels, noise[:0], labels[:0], names, None)
+    count = max(0, count if options.train_limit is None else min(count, options.train_limit))
+    files = _balanced_subset(files, count, seed, stream=0)
+    noise = _noise(count, shape)
+    return Dataset(options.name, noise, files.labels, noise[:0], files.labels[:0], names, None, columns=files.columns)
 
 
-def _counted_files(options: DataOptions) -> ExpectedData:
+def _listed_images(options: DataOptions) -> tuple[ExpectedData, tuple[str, ...], LabelledImages]:
+    """Return the training images' size, classes, and labels in place of images, as `load_images` would read them."""
     assert options.path is not None
-    everything = options.model_copy(update={"public_holdout": 0, "train_limit": None})
-    seen = summarise(everything.model_dump(mode="json"))
+    root = expand_home(options.path)
+    files, test = _of_several_folders(options) if options.more_paths else _listed_splits(root, "data.path", options)
+    names = _class_names(files, test, by_number=isinstance(options.labels, Path))
+    if options.name == "images" and names and not test:
+        files, _ = _split_off_test(files, options.test_fraction)
+    seen = summarise(options.model_dump(mode="json"))
     assert seen is not None
-    folder = expand_home(options.path)
-    classes = set()
-    if options.name == "folder" or options.labels == "folders":
-        splits = split_folders(folder)
-        folder = splits[0] if len(splits) == 2 else folder
-        inner = [file.relative_to(folder).parts for file in list_files(folder, options.follow_links)[0]]
-        classes = {parts[0] for parts in inner if len(parts) > 1}
-    shape = (seen.channels, seen.side, seen.side)
-    return ExpectedData(images=max(1, seen.images), classes=max(1, len(classes)), shape=shape)
+    number_of = {name: number for number, name in enumerate(names)}
+    labels = torch.tensor([0 if file.label is None else number_of[file.label] for file in files])
+    columns = {name: tuple(file.columns[name] for file in files) for name in files[0].columns}
+    size = ExpectedData(images=len(files), shape=(seen.channels, seen.side, seen.side))
+    return size, tuple(names), LabelledImages(labels, labels, columns=columns)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -112,6 +113,34 @@ def test_image_files_are_counted_by_their_folders(tmp_path):
     data = training_data(DataOptions(name="folder", path=tmp_path, image_size=16, validation_fraction=0.3), 0, None)
     assert (len(data.train_labels), len(data.class_names)) == (4, 2)
     assert data.train_images.shape == (4, 1, 16, 16)
+
+
+@pytest.mark.usefixtures("short_timings")
+@pytest.mark.parametrize(
+    ("data", "partition"),
+    [
+        ({"path": "scans", "labels": "scans.csv"}, {"name": "dirichlet_equal"}),
+        ({"path": "scans", "labels": "scans.csv"}, {"name": "column", "column": "hospital"}),
+        ({"path": "scans/ma", "more_paths": ["scans/mb"]}, {"name": "column", "column": "folder"}),
+    ],
+    ids=["labels of a table", "a column of a table", "several folders"],
+)
+def test_labels_and_columns_of_image_files_are_read(data, partition, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = ["file;label;hospital"]
+    for number in range(60):
+        name = f"m{'ab'[number % 2]}/{number}.png"
+        write_image(tmp_path / "scans" / name, number, "L", (12, 12))
+        lines.append(f"{name};{('cat', 'dog')[number // 2 % 2]};{'ab'[number % 2]}")
+    (tmp_path / "scans.csv").write_text("\n".join(lines))
+    data = {"name": "images", "image_size": 16, "train_limit": 40, **data}
+    recipe = AVERAGED | {"data": data, "partition": {"clients": 2, **partition}}
+    assert "In all: " in listed(load_table(write_table(tmp_path, recipe, [{"label": "own"}], seeds=[0])))
+    options = DataOptions(**data)
+    noise, read = training_data(options, 0, None), load_dataset(options, 0)
+    assert (noise.class_names, noise.columns.keys()) == (read.class_names, read.columns.keys())
+    assert torch.bincount(noise.train_labels).equal(torch.bincount(read.train_labels))
+    assert noise.train_images.shape == read.train_images.shape
 
 
 def test_runs_that_differ_in_what_costs_nothing_are_timed_once(table, monkeypatch):
