@@ -23,7 +23,7 @@ def needs_gradient(tensor: Tensor) -> bool:
 def has_tangent(*values: Tensor | float) -> bool:
     """Has one of these a forward-mode derivative? The references use it; the operators would silently drop it."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
+        return forward_ad._current_level >= 0  # a tangent cannot be looked for while compiling, which guards the level
     tensors = [value for value in values if isinstance(value, Tensor)]
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 

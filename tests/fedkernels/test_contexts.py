@@ -171,17 +171,23 @@ def compare_with_forked():
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if not PATHS[name].no_forward_mode])
 def test_forward_mode_is_not_dropped(name):
-    """Its derivative along v is that of the backward pass times v."""
+    """Its derivative along v is that of the backward pass times v; compiled too, also after a call without one."""
     path = PATHS[name]
     leaves = path.leaves(path.inputs(*SIZES))
     along = [torch.sin(torch.arange(x.numel())).view(x.shape).double() for x in leaves]
     gradients = iter(value_and_gradients(path.call, leaves)[1:])
     truth = sum((next(gradients) * v).sum() for x, v in zip(leaves, along, strict=True) if x.requires_grad)
+    calls = [path.call]
+    if name in PLAIN:
+        torch.compiler.reset()
+        calls.append(torch.compile(path.call, backend="aot_eager"))
+        calls[1](*(x.detach() for x in leaves))
     with forward_ad.dual_level():
         pairs_of = zip(leaves, along, strict=True)
         duals = [forward_ad.make_dual(x.detach(), v) if x.requires_grad else x for x, v in pairs_of]
-        tangent = forward_ad.unpack_dual(path.call(*duals)).tangent
-    torch.testing.assert_close(tangent.sum(), truth)
+        tangents = [forward_ad.unpack_dual(call(*duals)).tangent for call in calls]
+    for tangent in tangents:
+        torch.testing.assert_close(tangent.sum(), truth)
     learned = sum(x.requires_grad for x in leaves)  # which come first
 
     def of_learned(*tensors):
