@@ -71,7 +71,7 @@ def value(
         bias = query.new_full((), bias, dtype=torch.float64)
     # Here, not in `forward`: of what is saved, a copy made there would lead to no input, nor a second derivative to it.
     query, key = query.contiguous(), None if key is None else key.contiguous()
-    given = loss, number, left_out, classes
+    given = loss, number, left_out, classes, torch.is_grad_enabled()
     if not torch.is_autocast_enabled("cuda"):  # to look takes the host less long than to enter a region without
         result: Tensor = _OneTile.apply(query, key, scale, bias, given)
         return result
@@ -88,9 +88,9 @@ class _OneTile(torch.autograd.Function):
         key: Tensor | None,
         scale: Tensor | None,
         bias: Tensor | None,
-        given: tuple[Loss, float, Sequence[Tensor | None], Tensor | None],
+        given: tuple[Loss, float, Sequence[Tensor | None], Tensor | None, bool],
     ) -> Tensor:
-        loss, number, left_out, classes = given
+        loss, number, left_out, classes, with_graph = given
         keys = rows if key is None else key
         factor = contrastive_cuda.WEIGHT_SCALE if rows.dtype.itemsize == 2 else 1.0
         shift = loss.shift if classes is None else -1
@@ -99,7 +99,7 @@ class _OneTile(torch.autograd.Function):
             left_out = [None if one is None else one.contiguous() for one in left_out]
         if classes is not None:
             classes = classes.contiguous()
-        wants = ctx.needs_input_grad
+        wants = ctx.needs_input_grad if with_graph else (False,) * 4  # of a leaf it is True without a graph too
         result, memory, weights = _ops.contrastive_one_tile(
             *(rows, keys, *kind, loss.of_rows, loss.of_columns, loss.divisor, factor, number),
             *(*left_out, scale, classes, bias, contrastive_cuda.returns_wide(rows), True in wants, wants[2]),
@@ -111,11 +111,15 @@ class _OneTile(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return (*_Gradients.apply(ctx, grad, *ctx.saved_tensors), None)
-        if not torch.is_autocast_enabled("cuda"):
-            return (*_gradients(ctx, grad), None)
-        with no_autocast(grad):
-            return (*_gradients(ctx, grad), None)
+            found = _Gradients.apply(ctx, grad, *ctx.saved_tensors)
+        elif not torch.is_autocast_enabled("cuda"):
+            found = _gradients(ctx, grad)
+        else:
+            with no_autocast(grad):
+                found = _gradients(ctx, grad)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.formed = None  # the loss holds it; of a second pass the saved tensors are torch's error
+        return (*found, None)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,11 +1,14 @@
 """Inputs and outputs that share memory, inputs that change before the backward pass, subclasses, second derivatives."""
 
 import itertools
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fedkernels import info_nce, linear_cka, linear_cka_to_kernel, nt_xent
+from fedkernels.internal import contrastive_one_tile
 from tests.fedkernels.conftest import by_reference, is_on_gpu
 from tests.fedkernels.inputs import FP64, randn
 from tests.fedkernels.operators import DIFFERENTIABLE, PATHS, value_and_gradients
@@ -168,3 +171,33 @@ def test_the_reference_has_second_derivatives():
         for function in (lambda p, q: info_nce(p, q, 0.5), lambda p, q: nt_xent(p, q, 0.5), linear_cka):
             assert torch.autograd.gradgradcheck(function, tensors)
         assert torch.autograd.gradgradcheck(lambda x, y: linear_cka_to_kernel(x, y @ y.T), tensors)
+
+
+@pytest.mark.cpu_only(reason="its operators are stand-ins")
+def test_what_a_loss_of_one_tile_keeps_lives_as_long_as_its_graph(monkeypatch):
+    """And without a graph it forms nothing to keep. Its operators are those of CUDA, in whose place are others here."""
+    wanted, weights = [], []
+
+    def one_tile(rows, keys, *others):
+        wanted.append(others[-2])
+        formed = torch.zeros(len(rows), len(keys))
+        weights.append(weakref.ref(formed))
+        return rows.new_tensor(1.0), torch.zeros(10), formed
+
+    def finish(formed, *others):
+        return torch.zeros(4, 3), torch.zeros(4, 3)
+
+    operators = SimpleNamespace(contrastive_one_tile=one_tile, contrastive_finish=finish)
+    monkeypatch.setattr(contrastive_one_tile, "_ops", operators)
+    query, key = torch.ones(4, 3, requires_grad=True), torch.ones(4, 3)
+    loss = contrastive_one_tile.value(contrastive_one_tile.Loss("info_nce", divides=True), query, key, 0.1)
+    loss.backward(retain_graph=True)
+    assert weights[0]() is not None
+    loss.backward()
+    assert weights[0]() is None
+    for create_graph in (False, True):
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            torch.autograd.grad(loss, query, create_graph=create_graph)
+    with torch.no_grad():
+        contrastive_one_tile.value(contrastive_one_tile.Loss("info_nce", divides=True), query, key, 0.1)
+    assert wanted == [True, False]
