@@ -45,21 +45,20 @@ class NTXentLoss(nn.Module):
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
         """Computes the mean loss of this rank's 2B rows, out0 and out1 [B, d], or of out0's with a memory bank."""
-        changes = out0.requires_grad
         out0, out1 = F.normalize(out0, dim=1), F.normalize(out1, dim=1)
         if self.memory_bank.size[0] > 0:
-            return self._with_bank(out0, out1, changes)
+            return self._with_bank(out0, out1)
         if self.gather_distributed and dist.is_initialized() and dist.get_world_size() > 1:
             return distributed.nt_xent(out0, out1, self.temperature, method=self.method)
         return nt_xent(out0, out1, self.temperature)
 
-    def _with_bank(self, out0: Tensor, out1: Tensor, changes: bool) -> Tensor:
+    def _with_bank(self, out0: Tensor, out1: Tensor) -> Tensor:
         bank = self.memory_bank.bank
         # Equal labels leave out the keys of the other rows; the bank's rows have a label of their own.
         of_rows = torch.zeros(len(out0), dtype=torch.int64, device=out0.device)
         labels = of_rows, torch.cat([of_rows, of_rows.new_ones(len(bank))])
         loss = info_nce(out0, out1, self.temperature, negatives=bank.to(out0.device), labels=labels)
-        if changes:
+        if out0.requires_grad:  # not in an evaluation without a graph, wherever the rows come from
             self.memory_bank.replace_oldest(out1.detach())
         return loss
 

@@ -59,6 +59,8 @@ def test_the_loss_is_that_of_the_positive_and_the_bank(size):
         bank[begin : begin + written] = F.normalize(given[1], dim=1)[:written].detach()
         begin = (begin + written) % size[0]
         loss(*views(9, gradient=False))
+        with torch.no_grad():
+            loss(*views(9))
         torch.testing.assert_close(loss.memory_bank.bank, bank)
         assert int(loss.memory_bank.bank_ptr) == begin
     assert list(dict(loss.named_buffers())) == ["memory_bank.bank", "memory_bank.bank_ptr"]
