@@ -13,7 +13,7 @@ from fedkernels.internal.autograd import (
     refuse_second_derivative,
     register_no_derivative,
 )
-from fedkernels.reference._precision import compute_dtype, no_autocast
+from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.nt_xent import nt_xent as _reference
 
 
@@ -56,10 +56,10 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
     if operator is not None and contrastive_one_tile.serves(view1, view2, reduction, 4 * view1.shape[0] ** 2):
         half, divisor = len(view1), 2.0 * len(view1) if reduction == "mean" else 1.0
         loss = contrastive_one_tile.Loss("nt_xent", symmetric=True, shift=half, divides=True, divisor=divisor)
-        return contrastive_one_tile.value(loss, _rows_of(view1, view2), None, temperature)
+        return contrastive_one_tile.value(loss, contrastive.rows_of(view1, view2), None, temperature)
     if isinstance(temperature, Tensor):
         if contrastive.stays_narrow(view1, view2):
-            rows = _rows_of(view1, view2)
+            rows = contrastive.rows_of(view1, view2)
             numbers = torch.arange(len(rows), device=rows.device)
             positives, itself = numbers.roll(len(view1)), (numbers, numbers)
             return by_similarities(rows, rows, 1 / temperature, reduction, positives, itself)
@@ -71,11 +71,6 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
         return _reference(view1, view2, temperature, reduction)
     result: Tensor = operator(view1.contiguous(), view2.contiguous(), temperature, reduction, wanted)[0]
     return result
-
-
-def _rows_of(view1: Tensor, view2: Tensor) -> Tensor:
-    with no_autocast(view1):  # under autocast to bfloat16 torch.cat of float16 raises an error
-        return torch.cat([view1, view2])
 
 
 if native.module is not None:

@@ -15,6 +15,7 @@ from fedkernels.compat._similarity_functions import cos_sim, name_of
 from fedkernels.compat.only_default import only_default
 from fedkernels.info_nce import info_nce
 from fedkernels.internal import checks
+from fedkernels.internal.contrastive import rows_of
 
 __all__ = [
     "CachedMultipleNegativesRankingLoss",
@@ -102,7 +103,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         if similarity == "cos_sim":
             embeddings = [F.normalize(column, dim=1) for column in embeddings]
         queries, positives, *_ = embeddings
-        documents = torch.cat(embeddings[1:]) if len(embeddings) > 2 else positives
+        documents = rows_of(*embeddings[1:]) if len(embeddings) > 2 else positives
         temperature = 1 / self.scale
         if self.gather_across_devices and torch.distributed.is_initialized():
             loss = distributed.info_nce(queries, documents, temperature, method=self.method)
@@ -213,7 +214,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
 
         With `with_backward` the embeddings get their gradients, and the loss returned has no graph.
         """
-        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
+        loss = self.compute_loss_from_embeddings([rows_of(*column) for column in reps], labels)
         if not with_backward:
             return loss
         loss.backward()

@@ -1,13 +1,12 @@
 """NT-Xent over the views of all ranks."""
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
 from fedkernels.distributed._ranks import METHODS, Method, name_of_group
 from fedkernels.internal import checks
-from fedkernels.internal.contrastive import scalar
+from fedkernels.internal.contrastive import rows_of, scalar
 
 
 def nt_xent(
@@ -55,5 +54,5 @@ def nt_xent(
     temperature = scalar(checks.positive_number_or_tensor("temperature", temperature, view1.device), view1)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.one_of("method", method, METHODS)
-    rows = torch.cat([view1, view2])
+    rows = rows_of(view1, view2)
     return distributed_loss(rows, rows, 1 / temperature, "nt_xent", method, name_of_group(group), reduction)

@@ -49,8 +49,13 @@ def with_negatives(query: Tensor, key: Tensor, negatives: Tensor) -> Tensor:
     if negatives.shape[1] != query.shape[1]:
         raise ValueError(f"negatives must have the d = {query.shape[1]} columns of query, got {negatives.shape[1]}")
     checks.same_device(query=query, negatives=negatives)
-    with no_autocast(key):  # under autocast to bfloat16 torch.cat of float16 raises an error
-        return torch.cat([key, negatives])
+    return rows_of(key, negatives)
+
+
+def rows_of(*parts: Tensor) -> Tensor:
+    """The rows of all parts, one after the other."""
+    with no_autocast(parts[0]):  # under autocast to bfloat16 torch.cat of float16 raises an error
+        return torch.cat(parts)
 
 
 def with_bias(query: Tensor, key: Tensor, scale: Tensor | float, bias: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -59,7 +64,7 @@ def with_bias(query: Tensor, key: Tensor, scale: Tensor | float, bias: Tensor | 
     One more column adds the bias to every logit, and autograd gives it its gradient.
     """
     scaled = scaled_rows(query, scale, compute_dtype(query, key))
-    with no_autocast(query):  # as in `with_negatives`
+    with no_autocast(query):  # as in `rows_of`
         biases = scaled.new_ones(query.shape[0], 1) * bias
         return torch.cat([scaled, biases], dim=1), torch.cat([key, key.new_ones(key.shape[0], 1)], dim=1)
 

@@ -178,6 +178,14 @@ def test_the_cached_loss_is_the_plain_one(kind, options):
             torch.testing.assert_close(cached([dict(column) for column in features]), found[0])
 
 
+def test_half_precision_under_autocast_to_another_is_joined():
+    columns = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)).half() for seed in range(3)]
+    loss = sentence_transformers.CachedMultipleNegativesRankingLoss(Reader())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = loss.calculate_loss([[*column.split(2)] for column in columns])
+    torch.testing.assert_close(found, loss.compute_loss_from_embeddings(columns), **CLOSE)
+
+
 def test_between_the_passes_nothing_that_the_model_wrote_is_alive():
     model = Reader()
     loss = sentence_transformers.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import fedkernels
 from fedkernels import distributed
+from fedkernels.internal.contrastive import rows_of
 from tests.fedkernels.refusals import refusals
 from tests.fedkernels.test_contexts import assert_exports
 
@@ -23,7 +24,7 @@ LOSSES = {name: getattr(distributed, name) for name in distributed.__all__ if na
 # Of one pair of inputs, as the others: the first rows with labels, each of which two rows have or none.
 LOSSES["supervised_contrastive_loss"] = lambda first, second, *given, **options: (
     distributed.supervised_contrastive_loss(
-        torch.cat([first, second]), torch.arange(2 * first.shape[0]) % (first.shape[0] + 1), *given, **options
+        rows_of(first, second), torch.arange(2 * first.shape[0]) % (first.shape[0] + 1), *given, **options
     )
 )
 
@@ -93,11 +94,13 @@ def test_blocks_of_logits_join(method, monkeypatch):
         torch.testing.assert_close(*gradients)
 
 
-def test_autocast_narrows_nothing():
-    query, key = (part.float() for part in inputs((4, 3), (4, 3)))
-    with torch.autocast("cpu"):
-        inside = distributed.info_nce(query, key, 0.5)
-    torch.testing.assert_close(inside, distributed.info_nce(query, key, 0.5), rtol=0, atol=0)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_autocast_narrows_nothing(loss, dtype):
+    given = *(part.to(dtype) for part in inputs((4, 3), (4, 3))), *numbers(loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = LOSSES[loss](*given)
+    torch.testing.assert_close(inside, LOSSES[loss](*given), rtol=0, atol=0)
 
 
 def test_second_derivatives_and_forward_mode_are_errors():
