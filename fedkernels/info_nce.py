@@ -100,6 +100,8 @@ def info_nce(
         if leaves_out:
             left_out = *(labels or (None, None)), excluded
         return contrastive_one_tile.value(loss, query, key, temperature, left_out=left_out)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(compute_dtype(query, key, temperature))  # before it is inverted
     narrow = isinstance(temperature, Tensor) and contrastive.stays_narrow(query, key)
     if leaves_out or isinstance(positives, Tensor) or narrow:
         return by_similarities(query, key, 1 / temperature, reduction, positives, labels, excluded)

@@ -58,6 +58,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
         loss = contrastive_one_tile.Loss("nt_xent", symmetric=True, shift=half, divides=True, divisor=divisor)
         return contrastive_one_tile.value(loss, contrastive.rows_of(view1, view2), None, temperature)
     if isinstance(temperature, Tensor):
+        temperature = temperature.to(compute_dtype(view1, view2, temperature))  # before it is inverted
         if contrastive.stays_narrow(view1, view2):
             rows = contrastive.rows_of(view1, view2)
             numbers = torch.arange(len(rows), device=rows.device)

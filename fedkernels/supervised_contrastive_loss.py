@@ -60,6 +60,8 @@ def supervised_contrastive_loss(
         loss = contrastive_one_tile.Loss("supervised_contrastive_loss", symmetric=True, divides=True)
         loss = loss._replace(divisor=0.0 if reduction == "mean" else 1.0)
         return contrastive_one_tile.value(loss, features, None, temperature, classes=labels)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(compute_dtype(features, temperature))  # before it is inverted
     # Both sides of the products are divided by the square root.
     z = scaled_rows(features, temperature**-0.5, compute_dtype(features))
     positives, count = _sums_of_positives(z.double(), labels)  # a long row would cancel its label's others in float32

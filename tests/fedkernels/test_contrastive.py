@@ -88,6 +88,23 @@ def test_equals_its_definition(name, batch, more, d, temperature, bias):
     torch.testing.assert_close(loss_of(name, *numbers), truth)
 
 
+@pytest.mark.parametrize("batch", [8, 9])
+def test_a_narrow_temperature_is_not_inverted_in_its_own_dtype(batch):
+    """Of float64 rows."""
+    temperature, labels = torch.tensor(0.003), torch.arange(batch) // 2
+    for name, options in (
+        ("info_nce", {}),
+        ("info_nce", {"labels": (labels, labels)}),
+        ("nt_xent", {}),
+        ("supervised_contrastive_loss", {"labels": labels}),
+    ):
+        *rows, _ = leaves_of(name, batch, 0, 3)
+        found, truth = (
+            getattr(fedkernels, name)(*rows, temperature=one, **options) for one in (temperature, temperature.double())
+        )
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=0)
+
+
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @EVERY
