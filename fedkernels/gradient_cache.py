@@ -1,6 +1,7 @@
 """A large batch through an encoder that takes a mini-batch at a time, for losses that need the whole batch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class GradientCache:
 
     Args:
         encoder: a module, or a function, that takes one input and returns one tensor [n, ...], a row for each sample.
-            Only a module's weights are looked at: whether those in a function changed between the passes is not known.
+            Those of a module, its method or a partial of either tell its device and whether weights changed between the
+            passes. Any other function needs a batch on the encoder's device: that one's random numbers are kept.
         mini_batch_size: the samples that the encoder takes at a time.
 
     Raises:
@@ -116,6 +118,8 @@ class _Encoding(torch.autograd.Function):
 
 
 def _weights(encoder: object) -> list[Tensor]:
+    encoder = encoder.func if isinstance(encoder, partial) else encoder
+    encoder = getattr(encoder, "__self__", encoder)  # of a method its module
     return list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
 
 
@@ -153,7 +157,6 @@ def _cut(given: Any, begin: int, end: int) -> Any:
         return {name: _cut(value, begin, end) for name, value in given.items()}
     if isinstance(given, list | tuple):
         parts = [_cut(value, begin, end) for value in given]
-        return (
-            type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
-        )  # a named tuple takes them singly
+        # A named tuple takes them singly.
+        return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
     return given

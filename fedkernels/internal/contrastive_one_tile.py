@@ -31,8 +31,6 @@ class Loss(NamedTuple):
 
 
 NOTHING = (None, None, None)  # is left out
-
-
 MOST_WITH_CLASSES = 6 << 20  # pairs: each entry of a gradient looks through all rows for those of its class
 
 

@@ -1,6 +1,7 @@
 """GradientCache beside one pass of the whole batch: gradients, memory, dropout, autocast, ranks, refusals."""
 
 import weakref
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from fedkernels import GradientCache, clip_loss, distributed, nt_xent
+from fedkernels.internal import two_passes
 from tests.fedkernels.distributed.ranks import Ranks
 
 FP64 = torch.float64
@@ -236,6 +238,29 @@ def test_second_derivatives_and_forward_mode_are_refused():
     loss = GradientCache(encoder(), 4)(batch(0)).square().sum()
     with pytest.raises(RuntimeError, match=r"no second derivative .* leave create_graph False"):
         loss.backward(create_graph=True)
+
+
+class WithMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, dtype=FP64)
+
+    def encode(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return factor * self.layer(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda method: method, lambda method: partial(partial(method, factor=2.0))])
+def test_the_device_and_changes_of_a_methods_weights_are_noticed(wrap, monkeypatch):
+    """The device also where the batch is on another one, from which the method takes it to its own."""
+    seen, of_tensors = [], two_passes.get_device_states
+    model = WithMethod()
+    monkeypatch.setattr(two_passes, "get_device_states", lambda *given: seen.extend(given) or of_tensors(*given))
+    loss = GradientCache(wrap(model.encode), 10)(batch(0)).sum()
+    assert any(tensor is model.layer.weight for tensor in seen)
+    with torch.no_grad():
+        model.layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="weights of the encoder were changed"):
+        loss.backward()
 
 
 def test_weights_and_inputs_of_the_inference_mode():
