@@ -31,8 +31,8 @@ class GradientCache:
 
     Args:
         encoder: a module, or a function, that takes one input and returns one tensor [n, ...], a row for each sample.
-            Those of a module, its method or a partial of either tell its device and whether weights changed between the
-            passes. Any other function needs a batch on the encoder's device: that one's random numbers are kept.
+            The weights of a module, its method or a partial of either tell its device; those of a module alone, whether
+            they changed between the passes. Any other function needs a batch on the encoder's device.
         mini_batch_size: the samples that the encoder takes at a time.
 
     Raises:
@@ -67,14 +67,17 @@ class GradientCache:
         if not inputs:
             raise ValueError("inputs must hold at least one input of the encoder, got none")
         counts = [_rows(f"inputs[{index}]", given) for index, given in enumerate(inputs)]
-        if has_tangent(*_tensors(inputs), *_weights(self.encoder)):
+        if has_tangent(*_tensors(inputs), *_weights(_owner(self.encoder))):
             raise RuntimeError("GradientCache has no forward mode: autograd would take the derivative for zero")
         start = torch.empty(0, requires_grad=True)  # autograd calls a backward pass for inputs with a gradient alone
         embeddings = _Encoding.apply(self, inputs, counts, start)
         return embeddings if len(inputs) > 1 else embeddings[0]
 
     def _part(self, given: Any, begin: int, end: int) -> Part:
-        devices_of = [*_tensors(given), *_weights(self.encoder)]  # an encoder may move its input to its own device
+        devices_of = [
+            *_tensors(given),
+            *_weights(_owner(self.encoder)),
+        ]  # it may move its input there
         return Part(lambda: self._encode(_cut(given, begin, end), end - begin), devices_of)
 
     def _encode(self, mini_batch: Any, rows: int) -> Tensor:
@@ -117,9 +120,13 @@ class _Encoding(torch.autograd.Function):
         return None, None, None, None
 
 
-def _weights(encoder: object) -> list[Tensor]:
+def _owner(encoder: Any) -> Any:
+    """The module of a method, also in a partial; which of its weights the method uses is not known."""
     encoder = encoder.func if isinstance(encoder, partial) else encoder
-    encoder = getattr(encoder, "__self__", encoder)  # of a method its module
+    return getattr(encoder, "__self__", encoder)
+
+
+def _weights(encoder: object) -> list[Tensor]:
     return list(encoder.parameters()) if isinstance(encoder, nn.Module) else []
 
 

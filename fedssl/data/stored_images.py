@@ -378,7 +378,7 @@ def range_of_float_files(files: Sequence[Path], channels: int | None) -> Window 
         return None
 
     def arrays() -> Iterator[tuple[str, NDArray[Any]]]:
-        for name, values in _values_of(floats, channels):
+        for name, values in _values_of(list(floats), channels):
             require_pixels(name, values[None], None)
             yield name, values
 

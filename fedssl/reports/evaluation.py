@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ..augmentations.base import Augmentation
 from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset
-from ..data.options import DataOptions
+from ..data.options import SOURCES, DataOptions
 from ..engines.rounds import models_to_evaluate
 from ..errors import UserError
 from ..evaluation.evaluate import (
@@ -108,7 +108,7 @@ def write_evaluation(
         options, seed, augmentation = recipe.evaluation, recipe.seed, recipe.augmentation
         shape, downstream = dataset.train_images.shape[1:], federation.downstream
         models = models_to_evaluate(federation, directory)
-    label = "" if data is None else f"-{data.path.stem if data.path else data.name}"
+    label = "" if data is None else f"-{data.path.stem if data.path and SOURCES[data.name].path else data.name}"
     target = path / f"evaluation{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)}.csv"
     require_file_name(target)
     requested = list(dict.fromkeys([*options.semi_supervised, *fractions]))

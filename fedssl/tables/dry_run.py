@@ -86,7 +86,7 @@ def _recipe_and_missing_data(
     """Return the recipe of a row's first seed, and a sentence for each thing that the user still has to bring."""
     given: dict[str, Any] = {}
     for values in (read_values(row.recipe), table.settings, scenario.settings, row.settings):
-        given |= values.get("data") or {}
+        given |= data if isinstance(data := values.get("data"), dict) else {}
     of_data = [override for override in overrides if re.match(r"data\b", override)]
     changed = with_overrides({"data": given}, of_data, row.recipe)["data"]
     given = changed if isinstance(changed, dict) else {}  # `cell_recipe` says what is wrong

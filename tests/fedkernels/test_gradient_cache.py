@@ -243,24 +243,23 @@ def test_second_derivatives_and_forward_mode_are_refused():
 class WithMethod(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 6, dtype=FP64)
+        self.layer, self.other = (nn.Linear(6, 6, dtype=FP64) for _ in range(2))
 
     def encode(self, x: Tensor, factor: float = 1.0) -> Tensor:
         return factor * self.layer(x)
 
 
 @pytest.mark.parametrize("wrap", [lambda method: method, lambda method: partial(partial(method, factor=2.0))])
-def test_the_device_and_changes_of_a_methods_weights_are_noticed(wrap, monkeypatch):
-    """The device also where the batch is on another one, from which the method takes it to its own."""
+def test_the_device_of_a_methods_weights_is_known(wrap, monkeypatch):
+    """Also where the batch is on another one. Other weights of its module may change, as a momentum encoder's do."""
     seen, of_tensors = [], two_passes.get_device_states
     model = WithMethod()
     monkeypatch.setattr(two_passes, "get_device_states", lambda *given: seen.extend(given) or of_tensors(*given))
     loss = GradientCache(wrap(model.encode), 10)(batch(0)).sum()
     assert any(tensor is model.layer.weight for tensor in seen)
     with torch.no_grad():
-        model.layer.weight.add_(1)
-    with pytest.raises(RuntimeError, match="weights of the encoder were changed"):
-        loss.backward()
+        model.other.weight.add_(1)
+    loss.backward()
 
 
 def test_weights_and_inputs_of_the_inference_mode():

@@ -268,13 +268,13 @@ def test_ctrl_c_is_heard_while_an_object_is_deleted():
         ("engines.in_process.build_federation", "run tiny.yaml --output tiny.yaml/run", "tiny.yaml/"),
         ("engines.in_process.build_federation", "run tiny.yaml --encoder tiny.yaml/encoder", "tiny.yaml/"),
         ("reports.report.draw_pictures", "report run --trust --output folder.png", "folder.png"),
-        ("reports.evaluation.load_downstream", "evaluate run --trust --data name=digits", "digits.csv is"),
+        ("reports.evaluation.load_downstream", "evaluate run --trust --data name=cifar10,path=sets", "cifar10.csv is"),
     ],
 )
 def test_an_output_is_tried_before_the_work(work, command, told, fedssl, with_part, tiny_file, tmp_path, monkeypatch):
     shutil.copytree(with_part, tmp_path / "run")
     (tmp_path / "folder.png").mkdir()
-    (tmp_path / "run" / "evaluation-digits.csv").mkdir()
+    (tmp_path / "run" / "evaluation-cifar10.csv").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(f"fedssl.{work}", lambda *_, **__: pytest.fail("the work was begun"))
     one_line(fedssl(*shlex.split(command)), told)
