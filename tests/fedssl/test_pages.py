@@ -121,7 +121,7 @@ def test_every_command_of_the_readme_is_one_that_exists_and_every_override_is_va
 
 def test_every_step_of_start_works_in_the_pages_order(fedssl_prints, capsys):
     assert take_steps("start.md", fedssl_prints, "architectures=[small_convnet]") == (2, 4)
-    assert Path("runs/photos/report.html").exists()
+    assert Path("runs/first/report.html").exists()
     assert "most like the first image" in capsys.readouterr().out
 
 
