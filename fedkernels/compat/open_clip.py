@@ -123,7 +123,8 @@ _METHODS: dict[str, distributed.Method] = {"bidir": "ring", "shift": "ring", "re
 
 
 def _check_ranks(rank: int, world_size: int) -> None:
-    if not dist.is_initialized() or (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+    initialized = dist.is_available() and dist.is_initialized()
+    if not initialized or (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         raise ValueError(
             f"rank and world_size must be those of torch.distributed's default group, got {rank} and {world_size}"
         )

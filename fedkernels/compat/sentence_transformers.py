@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -105,7 +105,7 @@ class MultipleNegativesRankingLoss(nn.Module):
         queries, positives, *_ = embeddings
         documents = rows_of(*embeddings[1:]) if len(embeddings) > 2 else positives
         temperature = 1 / self.scale
-        if self.gather_across_devices and torch.distributed.is_initialized():
+        if self.gather_across_devices and dist.is_available() and dist.is_initialized():
             loss = distributed.info_nce(queries, documents, temperature, method=self.method)
             if both:
                 loss = (loss + distributed.info_nce(positives, queries, temperature, method=self.method)) / 2

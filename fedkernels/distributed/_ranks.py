@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 Method = Literal["gather", "ring"]
 METHODS = get_args(Method)
@@ -13,9 +12,9 @@ _LOSSES = {
     "info_nce": "info_nce or clip_loss",
     **{name: name for name in ("nt_xent", "sigmoid_loss", "supervised_contrastive_loss")},
 }
-# Newer torch has other names for both, and warns of these.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Newer torch has other names for both, and warns of these. One that was built without distributed has none.
+all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -26,7 +25,7 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
         RuntimeError: torch.distributed is not initialised.
         ValueError: this process does not belong to the group.
     """
-    if not dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "torch.distributed must be initialised before a distributed loss is computed: call "
             "torch.distributed.init_process_group, or use the loss of the same name in fedkernels for a single process"
@@ -39,6 +38,8 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
 
 def named_group(name: str) -> dist.ProcessGroup:
     """The process group whose ``group_name`` is `name`."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
     return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str that older versions do not have
 
 

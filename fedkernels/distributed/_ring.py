@@ -4,6 +4,8 @@ After s steps a rank holds the keys of the rank s places before it. The next key
 the present ones are in use.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch.distributed as dist

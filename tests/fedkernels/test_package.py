@@ -91,6 +91,31 @@ def test_import_is_alone():
     assert not {"fedssl", "torch._inductor"} & set(result.stdout.split())
 
 
+# A torch that was built without distributed has a module of that name with little in it.
+WITHOUT_DISTRIBUTED = """
+import sys, types, torch, pytest
+few = {"is_available": lambda: False, "ProcessGroup": object}
+torch.distributed = sys.modules["torch.distributed"] = types.SimpleNamespace(**few)
+sys.modules["torch.distributed.distributed_c10d"] = None
+from fedkernels.compat import lightly, open_clip, sentence_transformers
+rows, model = torch.eye(3), torch.nn.Identity()
+assert lightly.NTXentLoss()(rows, rows) > 0 < open_clip.ClipLoss()(rows, rows, 1.0)
+ranking = sentence_transformers.MultipleNegativesRankingLoss(model, scale=1.0, gather_across_devices=True)
+assert ranking.compute_loss_from_embeddings([rows, rows]) > 0
+for error, told, call in (
+    (ValueError, "gather_distributed must be False", lambda: lightly.NTXentLoss(gather_distributed=True)),
+    (ValueError, "rank and world_size must be those", lambda: open_clip.ClipLoss(world_size=2)(rows, rows, 1.0)),
+    (RuntimeError, "must be initialised", lambda: lightly.distributed.info_nce(rows, rows, 1.0)),
+):
+    with pytest.raises(error, match=told):
+        call()
+"""
+
+
+def test_a_torch_without_distributed_has_the_losses_of_one_process():
+    subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], check=True)
+
+
 @pytest.mark.parametrize(
     ("former", "new"),
     [("drop_in", "compat"), ("pot", "compat.pot"), ("torchjd", "compat.torchjd_aggregators")],

@@ -88,12 +88,6 @@ def bank_on_ranks(original: bool) -> list[Tensor]:
     return steps(with_bank((11, 5), cls, gather_distributed=True), first=10 * dist.get_rank())
 
 
-def test_a_torch_without_distributed_is_named(monkeypatch):
-    monkeypatch.setattr(dist, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="gather_distributed must be False"):
-        lightly.NTXentLoss(gather_distributed=True)
-
-
 def test_on_several_ranks_the_bank_takes_the_rows_of_all(ranks: Ranks):
     results = ranks(bank_on_ranks, False)
     rows = [F.normalize(views(10 * rank)[1], dim=1).detach() for rank in range(len(results))]
