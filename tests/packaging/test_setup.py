@@ -271,7 +271,10 @@ def test_a_module_for_an_old_glibc_is_linked_by_zig(built: BuildTree) -> None:
     assert built.build() == LINK
 
 
-def test_a_missing_ninja_or_an_old_torch_leaves_the_module_out_and_is_noted(tree: BuildTree) -> None:
+def test_what_is_missing_or_too_old_leaves_the_module_out_and_is_noted(tree: BuildTree) -> None:
+    assert tree.build(CC="no-such-compiler", CXX="no-such-compiler", FEDKERNELS_CUDA="0") == []
+    assert "no-such-compiler" in note(tree)
+    assert "fedkernels._C is left out" in tree.printed
     ninja = tree.folder / "csrc/ninja_build.py"
     ninja.write_text(ninja.read_text().replace('shutil.which("ninja"', 'shutil.which("no-such-ninja"'))
     assert tree.build() == []
