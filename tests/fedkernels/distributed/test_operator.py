@@ -1,13 +1,14 @@
 """The distributed losses as an operator: opcheck, torch.compile and bad input, in a group of one rank."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import fedkernels
 from fedkernels import distributed
-from fedkernels.internal.contrastive import rows_of
+from tests.fedkernels.operators import PATHS, value_and_gradients
 from tests.fedkernels.refusals import refusals
 from tests.fedkernels.test_contexts import assert_exports
 
@@ -20,24 +21,23 @@ def inputs(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
-LOSSES = {name: getattr(distributed, name) for name in distributed.__all__ if name != "sigreg"}  # of pairs
-# Of one pair of inputs, as the others: the first rows with labels, each of which two rows have or none.
-LOSSES["supervised_contrastive_loss"] = lambda first, second, *given, **options: (
-    distributed.supervised_contrastive_loss(
-        rows_of(first, second), torch.arange(2 * first.shape[0]) % (first.shape[0] + 1), *given, **options
-    )
-)
+# Of the table, with a gradient in the temperature, or in the scale and the bias.
+PATHS_OF_LOSSES = [
+    *("info_nce, temperature", "nt_xent, temperature", "clip_loss, logit_scale", "sigmoid_loss, scale and bias"),
+    "supervised_contrastive_loss, odd, temperature",
+]
+EVERY = pytest.mark.parametrize("name", PATHS_OF_LOSSES)
 
 
-def numbers(loss: str) -> list[float]:
-    """The loss's temperature or scale, and its bias if it has one."""
-    return [0.5, -1.0] if loss == "sigmoid_loss" else [0.5]
+def on_ranks(name: str, method: str = "gather") -> Callable[..., Tensor]:
+    return lambda *tensors: PATHS[name].call(*tensors, source=distributed, method=method)
 
 
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "sigmoid_loss", "supervised_contrastive_loss"])
 def test_opcheck(loss):
     query, key = inputs((4, 3), (4, 3))
-    scale = torch.tensor(numbers(loss), dtype=torch.float64).squeeze().requires_grad_()
+    numbers = [0.5, -1.0] if loss == "sigmoid_loss" else 0.5
+    scale = torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
     name = str(dist.group.WORLD.group_name)
     torch.library.opcheck(
         torch.ops.fedkernels.distributed_losses.default,
@@ -59,48 +59,36 @@ def test_opcheck_of_the_gradients(method):
     )
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_compile(loss):
-    given = *inputs((4, 3), (4, 3)), *(torch.tensor(one).double().requires_grad_() for one in numbers(loss))
-    function = LOSSES[loss]
-    compiled = torch.compile(lambda *given: function(*given, method="ring"), fullgraph=True, backend="aot_eager")
-    expected = torch.autograd.grad(function(*given), given)
-    torch.testing.assert_close(torch.autograd.grad(compiled(*given), given), expected)
+@EVERY
+def test_compile(name):
+    leaves = PATHS[name].leaves(PATHS[name].inputs(4, 3, 0, 1))
+    compiled = torch.compile(on_ranks(name, "ring"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(value_and_gradients(compiled, leaves), value_and_gradients(on_ranks(name), leaves))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_an_exported_program_serves_batches_of_other_sizes(loss):
-    assert_exports(lambda *rows: LOSSES[loss](*rows, *numbers(loss)), lambda n: inputs((n, 3), (n, 3)))
+@EVERY
+def test_an_exported_program_serves_batches_of_other_sizes(name):
+    assert_exports(on_ranks(name), lambda n: PATHS[name].inputs(n, 3, 0, n))
 
 
 @METHOD
-def test_blocks_of_logits_join(method, monkeypatch):
+@EVERY
+def test_blocks_of_logits_join(name, method, monkeypatch):
     """As on CUDA: without the compiled operator, and with fewer logits at a time than there are."""
     monkeypatch.setattr("fedkernels.distributed._block._LOGITS_AT_A_TIME", 20)
     monkeypatch.setattr("fedkernels.internal.native.module", None)
-    query, key = inputs((7, 3), (9, 3))
-    of_labels = torch.cat([query, key]), torch.arange(16) % 6, 0.5
-    for name, given, options in (
-        ("info_nce", (query, key, 0.5), {}),
-        ("info_nce", (query, key[:7], 0.5), {"negatives": key[7:]}),
-        ("nt_xent", (query, key[:7], 0.5), {}),
-        ("supervised_contrastive_loss", of_labels, {}),
-        ("sigmoid_loss", (query, key[:7], 2.0, -1.0), {}),
-    ):
-        ours = getattr(distributed, name)(*given, **options, method=method)
-        expected = getattr(fedkernels, name)(*given, **options)
-        torch.testing.assert_close(ours, expected)
-        gradients = (torch.autograd.grad(value, (query, key)) for value in (ours, expected))
-        torch.testing.assert_close(*gradients)
+    leaves = PATHS[name].leaves(PATHS[name].inputs(7, 3, 2, 1))
+    found, expected = (value_and_gradients(call, leaves) for call in (on_ranks(name, method), PATHS[name].call))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_autocast_narrows_nothing(loss, dtype):
-    given = *(part.to(dtype) for part in inputs((4, 3), (4, 3))), *numbers(loss)
+@EVERY
+def test_autocast_narrows_nothing(name, dtype):
+    leaves = PATHS[name].leaves(PATHS[name].inputs(4, 3, 0, 1), dtype)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = LOSSES[loss](*given)
-    torch.testing.assert_close(inside, LOSSES[loss](*given), rtol=0, atol=0)
+        inside = on_ranks(name)(*leaves)
+    torch.testing.assert_close(inside, on_ranks(name)(*leaves), rtol=0, atol=0)
 
 
 def test_second_derivatives_and_forward_mode_are_errors():
