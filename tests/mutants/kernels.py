@@ -20,7 +20,7 @@ RESULTS = Path(__file__).with_name("kernels.json")
 MARK = re.compile(r"^ *// fault: (.+?) ->(?: (.+))?$")
 # Asked next: what is tested of all operators.
 OF_THE_TABLE = [f"tests/fedkernels/test_{name}.py" for name in ("properties", "adversarial", "compiled_operators")]
-TIME_LIMIT = 900  # seconds for the tests of a fault: a fault may make a solver endless, and then it is found
+TIME_LIMIT = 900  # seconds for a file of tests: a fault may make a solver endless, and then it is found
 # Sources whose tests do not have their name, by the tests that find their faults.
 OF_TESTS = {
     "accumulate_cka": ("add_products", "hsic_pairwise", "linear_cka_matrices"),
@@ -74,7 +74,8 @@ def planted(fault: Fault, text: str) -> str:
 def measure(fault: Fault) -> str:
     """The test that finds the fault, or "survived"."""
     text = (COPY / fault.file).read_text(encoding="utf-8")
-    return found_by(fault.file, planted(fault, text), [[fault.tests], OF_THE_TABLE], TIME_LIMIT, compiled=True)
+    asked = [[name] for name in (fault.tests, *OF_THE_TABLE)]
+    return found_by(fault.file, planted(fault, text), asked, TIME_LIMIT, compiled=True)
 
 
 def main() -> None:
