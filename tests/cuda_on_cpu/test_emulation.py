@@ -1,4 +1,4 @@
-"""The emulation finds the faults that are planted here; what it computes, the tests of the kernels compare."""
+"""The self-test's cases in both orders of the threads, which find the faults that are planted here."""
 
 import os
 import shutil
@@ -24,6 +24,16 @@ def check_cases_in_both_orders(card, operator):
         wide = [one.double() if one.is_floating_point() else one for one in case.inputs]
         results = card.results(case.kernel, *case.inputs, **device)
         assert not self_test_cases.difference(case, results, case.reference(*wide))
+
+
+# Few of whose values are compared in files of their own.
+OF_THE_SELF_TEST = "client_weights", "linear_cka", "linear_cka_pairwise", "linear_cka_to_kernel", "two_views"
+
+
+@pytest.mark.parametrize("operator", OF_THE_SELF_TEST)
+def test_the_cases_of_the_self_test(bindings, operator):
+    """Values and gradients in every dtype."""
+    check_cases_in_both_orders(bindings, operator)
 
 
 @pytest.mark.nightly

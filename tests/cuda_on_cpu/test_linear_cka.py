@@ -40,47 +40,15 @@ def check(bindings, call, x, y, centered=False, wanted=BOTH, tolerance=2e-6):
 
 @CENTERED
 @pytest.mark.parametrize(
-    ("call", "rows", "x_width", "y_width", "batch"),
-    [
-        (linear_cka, 1, 1, 1, ()),
-        (linear_cka, 2, 1, 1, ()),
-        (linear_cka, 5, 4, 7, (3,)),  # in sample space
-        (linear_cka, 70, 130, 3, ()),  # two tiles of columns
-        (linear_cka, 300, 130, 9, ()),  # in feature space, rows in more than one chunk
-        (linear_cka, 65, 31, 33, (2, 1)),
-        (linear_cka, 2100, 2, 5, ()),  # chunks of more than the fewest rows
-        (linear_cka, 9, 4, 5, (70,)),  # many small pairs
-        (linear_cka_to_kernel, 2, 1, 5, ()),
-        (linear_cka_to_kernel, 7, 9, 5, (3,)),
-        (linear_cka_to_kernel, 150, 3, 5, (2, 1)),
-        (linear_cka_to_kernel, 70, 131, 5, ()),
-        (linear_cka_to_kernel, 700, 3, 5, ()),
-    ],
-)
-def test_equals_the_reference(bindings, call, rows, x_width, y_width, batch, centered):
-    if centered and rows == 1:
-        pytest.skip("one row is its own mean")
-    check(bindings, call, *pair(rows, x_width, y_width, batch, call=call), centered, tolerance=TOLERANCE[call])
-
-
-@CENTERED
-@pytest.mark.parametrize(
-    "dtypes",
-    [(FP64, FP64), (FP64, FP32), (FP32, FP64), (BF16, BF16), (BF16, FP32), (FP16, FP16), (FP32, BF16)],
+    ("dtypes", "wanted"),
+    [((FP64, FP32), BOTH), ((FP32, FP64), (False, True)), ((BF16, FP32), (True, False)), ((FP32, FP16), NEITHER)],
     ids=str,
 )
 @pytest.mark.parametrize(("call", "x_width"), [(linear_cka, 10), (linear_cka, 30), (linear_cka_to_kernel, 9)])
-def test_dtypes(bindings, call, x_width, dtypes, centered):
+def test_two_dtypes_and_only_the_gradients_that_are_wanted(bindings, call, x_width, dtypes, wanted, centered):
     of_wide = 1e-13 if call is linear_cka else 1e-12
     x, y = pair(23, x_width, 6, (2,), dtypes, call)
-    check(bindings, call, x, y, centered, tolerance=of_wide if FP64 in dtypes else TOLERANCE[call])
-
-
-@pytest.mark.parametrize("call", TOLERANCE)
-@pytest.mark.parametrize("wanted", [NEITHER, (True, False), (False, True)])
-@pytest.mark.parametrize("rows", [8, 23])
-def test_only_the_gradients_that_are_wanted(bindings, call, rows, wanted):
-    check(bindings, call, *pair(rows, 10, call=call), wanted=wanted, tolerance=TOLERANCE[call])
+    check(bindings, call, x, y, centered, wanted, tolerance=of_wide if FP64 in dtypes else TOLERANCE[call])
 
 
 @pytest.mark.parametrize("rows", [9, 31])
@@ -150,7 +118,11 @@ def test_autocast_does_not_narrow(bindings):
 
 @CENTERED
 def test_unusual_inputs(bindings, centered):
-    """Neighbours that do not lie at a multiple of their size, a kernel that is not symmetric, and a large mean."""
+    """One row, chunks of many, many pairs; neighbours that do not lie at a multiple of their size, a kernel that is not
+    symmetric, and a large mean.
+    """
+    for sizes in ((1 + centered, 1, 1), (2100, 2, 5), (9, 4, 5, (70,))):
+        check(bindings, linear_cka, *pair(*sizes), centered)
     base = matrix(1000, dtype=FP32)
     check(bindings, linear_cka, base[1:].as_strided((13, 6), (6, 1)), base[103:].as_strided((13, 4), (4, 1)), centered)
     kernel = matrix(23, 23, seed=1, dtype=FP32)
