@@ -94,13 +94,18 @@ def test_opcheck_of_other_methods(name, method):
 
 @pytest.mark.parametrize("wanted", WANTED)
 def test_opcheck_of_each_option(wanted):
-    """Which gradients come with a value depends on what is wanted and on the reduction, and so do their shapes."""
+    """Which gradients come with a value depends on what is wanted and on the reduction, and so do their shapes.
+
+    Of views the dtype and the strides do.
+    """
     query, key = randn(9, 20).requires_grad_(wanted[0]), randn(13, 20, seed=1).requires_grad_(wanted[1])
     views = query, key.detach()[:9].clone().requires_grad_(wanted[1])
     calls = [
         *(("info_nce", (query, key, 0.3, reduction, *wanted)) for reduction in ("mean", "sum", "none")),
         *(("nt_xent", (*views, 0.3, reduction, any(wanted))) for reduction in ("mean", "sum", "none")),
         ("sigmoid_loss", (*views, *wanted)),
+        # in bfloat16 and channels last
+        ("two_views", (*images(3, 0, 0, 1), 1, 2, 3, 4, fedkernels.ViewOptions().numbers(), *wanted)),
     ]
     for options in (4 * [MISSING], [torch.arange(9), *3 * [MISSING]]):
         calls += [("similarity_logsumexp", (query, key, *options, columns)) for columns in (False, True)]

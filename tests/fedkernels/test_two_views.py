@@ -161,18 +161,6 @@ def test_compiles_without_a_graph_break_and_once_for_all_epochs(dynamic):
         assert_near(compiled(images, samples, key, options), two_views(images, samples, key, options), 1e-5)
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("count", [0, 4])
-def test_tensors_without_numbers_have_the_same_strides(memory_format, count):
-    images, samples = random_bytes(count, 3, 12, 14), numbers(count)
-    truth = two_views(images, samples, KEY, OFF, dtype=BF16, memory_format=memory_format)
-    on_meta = two_views(images.to("meta"), samples.to("meta"), KEY, OFF, dtype=BF16, memory_format=memory_format)
-    for view, other in zip(on_meta, truth, strict=True):
-        assert view.is_meta
-        assert (view.shape, view.dtype) == (other.shape, other.dtype) == (images.shape, BF16)
-        assert count == 0 or view.stride() == other.stride()
-
-
 @pytest.mark.usefixtures("native")
 def test_the_operator_refuses_what_python_would():
     images, samples = random_bytes(2, 3, 4, 4), numbers(2)
