@@ -1,6 +1,6 @@
 """The process group, and what its ranks tell each other before keys travel."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ _LOSSES = {
     **{name: name for name in ("nt_xent", "sigmoid_loss", "supervised_contrastive_loss")},
 }
 # Newer torch has other names for both, and warns of these. One that was built without distributed has none.
-all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
