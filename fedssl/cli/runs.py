@@ -341,10 +341,10 @@ def evaluate(
         Path, Argument(metavar="FOLDER", help="Folder of a run, or one that `fedssl export` has written.")
     ],
     data: Annotated[
-        str | None,
+        list[str] | None,
         Option(
             metavar="KEY=VALUE,...",
-            help="Evaluate on other data: keys of a recipe's data, such as name=npz,path=mine.npz.",
+            help="Evaluate on other data: keys of a recipe's data, such as name=npz,path=mine.npz; repeatable.",
         ),
     ] = None,
     fractions: Annotated[
@@ -365,10 +365,11 @@ def evaluate(
     from ..reports.evaluation import parse_data, write_evaluation
 
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
-    other = None if data is None else parse_data(data)
-    path = write_evaluation(folder, fractions or [], note=print_text, fine_tune=options, data=other, trust=trust)
-    print_text(path.read_text(encoding="utf-8").rstrip())
-    print_text(f"The table is in {path}")
+    others = [*map(parse_data, data)] if data else [None]
+    measure = partial(write_evaluation, folder, fractions or [], print_text, options, trust=trust)
+    for path in dict.fromkeys([measure(data=other) for other in others]):
+        print_text(path.read_text(encoding="utf-8").rstrip())
+        print_text(f"The table is in {path}")
     if is_encoder_folder(folder):
         print_next("embed", folder, "my_images", "--output", "features.npz")
     else:

@@ -22,17 +22,23 @@ from safetensors.torch import save as save_tensors
 from fedkernels import __version__
 
 from ..data.options import DataOptions
+from ..data.pixels import is_by_channel
 from ..errors import UserError, explained
+from ..evaluation.evaluate import EvaluationOptions
+from ..evaluation.metrics import METRICS, is_measure
+from ..evaluation.verdict import verdict
 from ..models.encoders import STEMS, SmallConvNet, build_encoder, has_small_image_stem, stored_stem, timm_arguments
 from ..options import validated
+from ..run_folder.record import read_run
 from ..run_folder.storage import make_folder, require_new_folder, safetensors_of, sync_path, write_atomically, writing
 from ..templates import fill_template
 from ..untrusted import MOST_BYTES, printable, read_regular_file
-from .model_card import model_card
 from .onnx_file import MEAN, STD, write_onnx
-from .trained_encoder import EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
+from .trained_encoder import GLOBAL, EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+#: of a recipe's evaluation, what an exported encoder is measured with too: no paths, and nothing that takes long
+_MEASURING = {"neighbors", "temperature", "linear", "semi_supervised_protocol"}
 
 
 def export_encoder(
@@ -88,6 +94,7 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
         "objective": recipe.objective.name,
         "run": run_name,
         "seed": recipe.seed,
+        "evaluation": recipe.evaluation.model_dump(include=_MEASURING, exclude_defaults=True),
         "rounds": recipe.rounds,
         "model": chosen.owner,
         "round": chosen.round,
@@ -108,6 +115,41 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
     }
 
 
+def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: bool) -> str:
+    """Return the text of README.md, given config.json, the run's folder, and whether encoder.onnx is there."""
+    run = read_run(path)
+    who = chosen.owner if (run.rounds, chosen.owner, "effective_rank") in run.values else "mean"
+    window = chosen.encoder.window
+    if isinstance(window, tuple):
+        pairs = window if is_by_channel(window) else (window,)
+        limits = [f"from {low:g} (0) to {high:g} (255)" for low, high in pairs]
+        window_text = limits[0] if len(limits) == 1 else f"by channel {'; '.join(limits)}"
+    else:
+        window_text = f"`{window}`" if window else ""
+    figures = []  # measures of the model before and after training, if there are any
+    for name in dict.fromkeys(name for number, w, name in run.values if number == run.rounds and w == who):
+        if is_measure(name):
+            decimals = METRICS[name].decimals if name in METRICS else 1
+            before, after = run.values.get((0, who, name)), run.values[run.rounds, who, name]
+            figures.append((name, "" if before is None else f"{before:.{decimals}f}", f"{after:.{decimals}f}"))
+    return fill_template(
+        "fedssl.export",
+        "model_card.md.jinja",
+        config=config,
+        sentence=" ".join(chosen.recipe.description.split()),
+        parameters=sum(parameter.numel() for parameter in chosen.encoder.network.parameters()),
+        clients=chosen.recipe.partition.clients,
+        own_images=0 if chosen.owner == GLOBAL or not run.class_counts else sum(run.class_counts[int(chosen.owner)]),
+        images=sum(map(sum, run.class_counts)),
+        verdict=" ".join(verdict(run)),
+        figures=figures,
+        means=who == "mean",
+        labelled=(run.rounds, who, "knn") in run.values,
+        window=window_text,
+        onnx=onnx,
+    )
+
+
 def load_script(config: dict[str, Any], network: Any) -> str:
     """Return the text of load.py, given config.json and the encoder."""
     stem_width = int(network.conv1.out_channels) if has_small_image_stem(network) else None
@@ -116,15 +158,13 @@ def load_script(config: dict[str, Any], network: Any) -> str:
 
 def _pretrained_cfg(name: str) -> dict[str, Any]:
     """Return timm's entries for an architecture that depend on neither its weights nor its images."""
-    import timm
+    from timm.models import PretrainedCfg, get_pretrained_cfg
 
-    known = timm.get_pretrained_cfg(name)
-    kept = {"first_conv": None, "classifier": None, "pool_size": None, "fixed_input_size": False}
-    if known is not None:
-        kept = {key: getattr(known, key) for key in kept}
+    known = get_pretrained_cfg(name) or PretrainedCfg()
     # whole images, resized as data.image_size does; the size of the last feature map depends on the image
     transform = {"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "center"}
-    return kept | {"pool_size": None, "num_classes": 0, **transform}
+    kept = {"first_conv": known.first_conv, "classifier": known.classifier, "pool_size": None}
+    return kept | {"fixed_input_size": known.fixed_input_size, "num_classes": 0, **transform}
 
 
 def read_encoder(folder: Path) -> TrainedEncoder:
@@ -140,6 +180,8 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     with explained(unread):
         architecture = str(ours["architecture"])
         channels, _, width = shape = checked_image_shape(ours["image_shape"])
+        seed = int(ours.get("seed", 0))
+    evaluation = validated(EvaluationOptions, ours.get("evaluation", {}), unread)
     stored = {"name": "images", "path": folder, "window": ours.get("window"), "channels": ours.get("channels")}
     data = validated(DataOptions, stored, unread)
     if ours.get("mean") != [MEAN] * channels or ours.get("std") != [STD] * channels:
@@ -151,7 +193,7 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     path = folder / WEIGHTS
     with explained(f"{path} cannot be loaded as {architecture}"):
         network.load_state_dict(safetensors_of(read_regular_file(path)))
-    return TrainedEncoder(network, architecture, shape, network.num_features, data.window, data.channels)
+    return TrainedEncoder(network, architecture, shape, data.window, data.channels, evaluation, seed)
 
 
 def is_encoder_folder(path: Path) -> bool:

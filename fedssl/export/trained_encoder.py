@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..data.options import MOST_CHANNELS
 from ..data.pixels import Window
 from ..errors import UserError, explained
+from ..evaluation.evaluate import EvaluationOptions
 from ..federation import MODEL
 from ..models.encoders import build_encoder
 from ..models.stages import StagedEncoder
@@ -32,9 +33,14 @@ class TrainedEncoder:
     network: nn.Module
     architecture: str  # as in a recipe's `architectures`
     image_shape: tuple[int, int, int]  # channels, height, width
-    num_features: int
     window: Window | None = None  # how its run brought pixels of more than 8 bits to 8 bits; None if there were none
     channels: int | None = None  # its run's data.channels
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)  # by which its run measured it
+    seed: int = 0  # its run's
+
+    @property
+    def num_features(self) -> int:
+        return int(self.network.num_features)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +93,10 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
                 f"client {owner} took part last in round {last} of {recipe.rounds}, and only local models of the last "
                 "round are kept: export the global model, without --client, or another client's"
             )
-    shape = image_shape_of_run(path)
+    file = path / IMAGE_SHAPE
+    with explained(f"{file} cannot be read", "; expected channels, height and width"):
+        values = json.loads(read_regular_file(file, MOST_BYTES))
+        shape = checked_image_shape([values["channels"], values["height"], values["width"]])
     network: nn.Module = build_encoder(architecture, shape[0], shape[2], stem=recipe.model.stem)
     freeze(network, recipe.model.train, architecture, shape)
     network = recipe.schedule.adapt(network)
@@ -102,10 +111,9 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
     weights = {name.removeprefix(_ENCODER): t for name, t in entries.items() if name.startswith(_ENCODER)}
     with explained(f"the weights in {path} do not fit {architecture}"):
         network.load_state_dict(weights)
-    num_features = int(network.num_features)  # type: ignore[arg-type]
     plain = network.plain_network() if isinstance(network, StagedEncoder) else merged(network)
     plain.requires_grad_(False).eval()
-    trained = TrainedEncoder(plain, architecture, shape, num_features, recipe.data.window, recipe.data.channels)
+    trained = TrainedEncoder(plain, architecture, shape, recipe.data.window, recipe.data.channels)
     return EncoderOfRun(trained, recipe, owner, number)
 
 
@@ -123,14 +131,6 @@ def _owner(recipe: Recipe, path: Path, client: int | None) -> str:
             f"(0 to {clients - 1}); metrics.csv and the report have each client's figures"
         )
     return "0"
-
-
-def image_shape_of_run(path: Path) -> tuple[int, int, int]:
-    """Return channels, height and width of a run's images."""
-    file = path / IMAGE_SHAPE
-    with explained(f"{file} cannot be read", "; expected channels, height and width"):
-        values = json.loads(read_regular_file(file, MOST_BYTES))
-        return checked_image_shape([values["channels"], values["height"], values["width"]])
 
 
 def checked_image_shape(sides: Any) -> tuple[int, int, int]:

@@ -10,9 +10,8 @@ from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset
 from ..data.options import SOURCES, DataOptions
 from ..engines.rounds import models_to_evaluate
-from ..errors import UserError
+from ..errors import UserError, explained
 from ..evaluation.evaluate import (
-    EvaluationOptions,
     check_downstream,
     check_evaluation,
     evaluate_downstream,
@@ -60,7 +59,9 @@ def evaluate(
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
     other = None if data is None else validated(DataOptions, data, "data")
     written = write_evaluation(Path(path), semi_supervised, fine_tune=options, data=other, trust=trust)
-    return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in read_csv(written)}
+    given = None if other is None else _source(other)
+    rows = [row for row in read_csv(written) if row.pop("data", given) == given]
+    return {row.pop("client"): {name: float(value) for name, value in row.items() if value} for row in rows}
 
 
 def write_evaluation(
@@ -74,7 +75,7 @@ def write_evaluation(
     """Evaluate as `evaluate` does, which has the same errors, and return the written file.
 
     That is FOLDER/evaluation.csv, or FOLDER/evaluation-DATA.csv for other data, with a line per client and a column per
-    measure.
+    measure. Of other data a column `data` says which they are, and lines of others of the same name stay.
 
     Args:
         fractions: `semi_supervised` of `evaluate`; they come on top of the recipe's, and the papers' are 0.01 and 0.1.
@@ -94,7 +95,7 @@ def write_evaluation(
             example = "--data name=npz,path=mine.npz"
             raise UserError(f"{path} is an exported encoder, which names no data: give --data, such as {example}")
         encoder = read_encoder(path)
-        options, seed, shape = EvaluationOptions(), 0, encoder.image_shape
+        options, seed, shape = encoder.evaluation, encoder.seed, encoder.image_shape
         data = data.model_copy(update={"window": data.window or encoder.window})
         models = [("encoder", Model({"encoder": encoder.network}).to(device_named("auto")))]
     else:
@@ -108,9 +109,13 @@ def write_evaluation(
         options, seed, augmentation = recipe.evaluation, recipe.seed, recipe.augmentation
         shape, downstream = dataset.train_images.shape[1:], federation.downstream
         models = models_to_evaluate(federation, directory)
-    label = "" if data is None else f"-{data.path.stem if data.path and SOURCES[data.name].path else data.name}"
+    label = "" if data is None else f"-{Path(_source(data)).stem}"
     target = path / f"evaluation{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)}.csv"
     require_file_name(target)
+    others: list[dict[str, str]] = []
+    if data is not None:
+        with explained(f"{target} cannot be read", "; move it away, as it is to have one more data set's figures"):
+            others = [row for row in read_csv(target) if row.get("data", _source(data)) != _source(data)]
     requested = list(dict.fromkeys([*options.semi_supervised, *fractions]))
     changes = {"semi_supervised": requested, "fine_tune": fine_tune or options.fine_tune, "images": None}
     options = options.model_copy(update=changes)
@@ -133,9 +138,16 @@ def write_evaluation(
     names = list(next(iter(results.values())))
     if len(results) > 1:
         results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}
-    rows = [[who, *(f"{values[name]:.2f}" for name in names)] for who, values in results.items()]
-    write_atomically(target, csv_text([["client", *names], *rows]).encode())
+    of_data = {} if data is None else {"data": _source(data)}
+    rows = [{"client": who, **of_data, **{n: f"{values[n]:.2f}" for n in names}} for who, values in results.items()]
+    columns = list(dict.fromkeys(name for row in [*rows, *others] for name in row))
+    table = [columns, *([row.get(name, "") for name in columns] for row in [*others, *rows])]
+    write_atomically(target, csv_text(table).encode())
     return target
+
+
+def _source(data: DataOptions) -> str:
+    return str(data.path) if data.path and SOURCES[data.name].path else data.name
 
 
 def parse_data(text: str) -> DataOptions:

@@ -24,7 +24,7 @@ from fedssl.export.encoder_folder import export_encoder
 from fedssl.federation import build_federation
 from fedssl.models.encoders import build_encoder
 from fedssl.models.model import Model
-from fedssl.reports.evaluation import parse_data, write_evaluation
+from fedssl.reports.evaluation import evaluate, parse_data, write_evaluation
 from fedssl.reports.report import build_report
 from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, tiny_values
@@ -48,13 +48,15 @@ def other_data(tmp_path_factory):
 def finished_run(noisy, finished, tmp_path_factory):
     """A finished run on noise of 8x8 grey pixels, and its exported encoder."""
     path = tmp_path_factory.mktemp("runs") / "run"
-    shutil.copytree(finished(noisy(rounds=1, **AVERAGED)), path)
+    evaluation = {"neighbors": 5, "linear": {"epochs": 2}, "semi_supervised_protocol": {"epochs": 2}}
+    shutil.copytree(finished(noisy(rounds=1, **AVERAGED, seed=3, evaluation=evaluation)), path)
     return path, export_encoder(path, path.with_name("encoder"))
 
 
 def rows(path):
     with open(path, newline="") as file:
-        return {row.pop("client"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)}
+        of_clients = {row.pop("client"): row for row in csv.DictReader(file)}
+    return {who: {n: v if n == "data" else float(v) for n, v in row.items()} for who, row in of_clients.items()}
 
 
 def test_a_run_and_its_export_on_other_data(finished_run, other_data):
@@ -64,13 +66,33 @@ def test_a_run_and_its_export_on_other_data(finished_run, other_data):
     of_run = write_evaluation(path, [0.5], fine_tune=fine_tune, data=data)
     assert of_run.name == "evaluation-bright-or-dark.csv"
     measures = rows(of_run)["global"]
-    assert list(measures)[:4] == ["knn", "effective_rank", "linear", "semi_supervised_0.5"]
+    assert list(measures)[:5] == ["data", "knn", "effective_rank", "linear", "semi_supervised_0.5"]
     assert "fine_tune_accuracy" in measures
     assert measures["knn"] == 100.0  # brightness alone tells the classes apart; noise would give 50
-    of_export = rows(write_evaluation(encoder, data=data))["encoder"]
-    assert of_export["knn"] == measures["knn"]
-    assert of_export["effective_rank"] == measures["effective_rank"]
+    of_export = rows(write_evaluation(encoder, [0.5], data=data))["encoder"]  # by the run's options and seed
+    assert of_export.items() >= {item for item in measures.items() if not item[0].startswith("fine_tune")}
     assert not (path / "evaluation.csv").exists()
+
+
+def test_data_of_one_name_share_a_table_that_tells_them_apart(finished_run, other_data, tmp_path, fedssl):
+    """The second call measures more; the first one's figures stay, and a repeated call replaces its own."""
+    encoder = shutil.copytree(finished_run[1], tmp_path / "encoder")
+    other = shutil.copytree(other_data.parent, tmp_path / "other") / other_data.name
+    given = [f"name=npz,path={path}" for path in (other_data, other)]
+    assert fedssl("evaluate", "encoder", "--data", given[0], "--data", given[1])[0] == 0
+    (file,) = encoder.glob("evaluation*")
+    with open(file, newline="") as table:
+        before = list(csv.DictReader(table))
+    assert [row["data"] for row in before] == [str(other_data), str(other)]
+    found = evaluate(encoder, data={"name": "npz", "path": str(other)}, semi_supervised=[0.5])["encoder"]
+    assert found.keys() == before[0].keys() - {"client", "data"} | {"semi_supervised_0.5"}
+    with open(file, newline="") as table:
+        after = list(csv.DictReader(table))
+    assert after[0] == before[0] | {"semi_supervised_0.5": ""}
+    assert [row["data"] for row in after] == [str(other_data), str(other)]
+    file.write_text("client\n1,2\n")
+    with pytest.raises(UserError, match=r"evaluation-bright-or-dark\.csv cannot be read"):
+        evaluate(encoder, data={"name": "npz", "path": str(other)})
 
 
 def test_an_export_takes_pixels_of_16_bits_as_its_run_did(finished_run, other_data, tmp_path):

@@ -181,7 +181,7 @@ def test_features_of_patches_lie_where_the_patches_lie():
 
 def test_an_encoder_whose_last_features_are_no_known_grid_is_refused(exported, tmp_path, monkeypatch):
     mixer = MlpMixer(num_classes=0, img_size=8, in_chans=1, patch_size=4, num_blocks=1, embed_dim=8)
-    encoder = TrainedEncoder(mixer, "mixer", (1, 8, 8), 8)
+    encoder = TrainedEncoder(mixer, "mixer", (1, 8, 8))
     monkeypatch.setattr("fedssl.export.embed.read_encoder", lambda folder: encoder)
     with pytest.raises(UserError, match=r"the last features of mixer are in no known form of a grid .*leave --patches"):
         embed_images(exported[0], tmp_path, tmp_path / "out.npz", patches=True)
