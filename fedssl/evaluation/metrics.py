@@ -100,13 +100,12 @@ def knn_accuracy(
     Wu et al. use 200 neighbours and temperature 0.07 on ImageNet; the defaults here suit small training sets.
 
     Args:
-        train_features, test_features: floating point [n, d] and [m, d], finite.
+        train_features, test_features: float32 or float64 [n, d] and [m, d], finite.
         train_labels, test_labels: integer [n] and [m], at least 0.
     """
-    dtype = torch.promote_types(torch.promote_types(train_features.dtype, test_features.dtype), torch.float32)
     device = train_features.device
-    keys = F.normalize(train_features.to(dtype), dim=1)
-    queries = F.normalize(test_features.to(device, dtype), dim=1)
+    keys = F.normalize(train_features, dim=1)
+    queries = F.normalize(test_features.to(device), dim=1)
     key_labels = train_labels.to(device, torch.int64)
     classes = int(key_labels.max()) + 1
     voters = min(neighbors, len(keys))
@@ -117,7 +116,7 @@ def knn_accuracy(
         similarity, index = (query @ keys.T).topk(voters, dim=1)
         # The first is the highest; relative to it the weights cannot overflow, and the winner is the same.
         weight = ((similarity - similarity[:, :1]) / temperature).exp()
-        votes = torch.zeros(len(query), classes, dtype=dtype, device=device)
+        votes = torch.zeros(len(query), classes, dtype=keys.dtype, device=device)
         votes.scatter_add_(1, key_labels[index], weight)
         correct += (votes.argmax(dim=1) == label).sum()
     return 100.0 * int(correct) / len(queries)

@@ -17,9 +17,6 @@ from .base import Objective, Step
 class Prototypes(nn.Linear):
     """Cosine similarities of inputs [n, d] to learned vectors, [n, prototypes]: a linear layer of unit rows."""
 
-    def __init__(self, features: int, prototypes: int):
-        super().__init__(features, prototypes, bias=False)
-
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(F.normalize(x, dim=1), F.normalize(self.weight, dim=1))
 
@@ -36,11 +33,6 @@ class DINOModel(Model):
     def __init__(self, online: dict[str, nn.Module], prototypes: int):
         super().__init__(online, target_parts=tuple(online))
         self.register_buffer("centre", torch.zeros(prototypes))
-
-    @torch.no_grad()
-    def move_centre(self, outputs: Tensor, momentum: float) -> None:
-        """Set centre = momentum * centre + (1 - momentum) * mean of the teacher's outputs [..., prototypes]."""
-        self.centre.lerp_(outputs.flatten(0, -2).mean(dim=0), 1.0 - momentum)
 
 
 def distillation_loss(
@@ -114,7 +106,7 @@ class DINO(Objective):
         online = {
             "encoder": encoder,
             "projector": nn.Sequential(*layers[: -2 if self.batch_norm else -1]),  # ends in a linear layer
-            "prototypes": Prototypes(self.output_features, self.prototypes),
+            "prototypes": Prototypes(self.output_features, self.prototypes, bias=False),
         }
         return DINOModel(online, self.prototypes)
 
@@ -127,5 +119,5 @@ class DINO(Objective):
             outputs += model.outputs_of_views(local)[-1]
         temperatures = (self.student_temperature, self.teacher_temperature)
         loss = distillation_loss(torch.stack(outputs), teacher, model.centre, *temperatures)
-        model.move_centre(teacher, self.centre_momentum)
+        model.centre.lerp_(teacher.flatten(0, 1).mean(dim=0), 1.0 - self.centre_momentum)
         return Step(loss, representations, projections)

@@ -25,6 +25,8 @@ _GONE: dict[str, dict[str, Any]] = {
     "representation_mean": {"bandwidth": 1.0, "send": "auto", "statistics": "running", "batch_size": 500}
     | {"weights": None},
     "orchestra_clusters": {"average_target": True},
+    "uniformity": {"reduction": "sum"},
+    "dictionary_contrast": {"temperature": None},
     "sliced_uniformity": {"tangent_spaces": None, "scale": "released"},
     "fine_tune": {"rand_augment": True, "classifier_learning_rate": None, "weight_decay": None},
     "semi_supervised_protocol": {"classifier_learning_rate": None, "weight_decay": None},

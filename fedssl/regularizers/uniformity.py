@@ -50,7 +50,7 @@ class Uniformity(Regularizer):
     drawn on the model's device: a GPU draws others than the CPU.
 
     With unit masses the value is a sum over the batch while the objective is a mean over it. The paper's lambda_U = 0.1
-    stands beside the sum and batches of 128; with `reduction: mean`, for any batch size, that is 0.1 * 128 = 12.8.
+    stands beside the sum and batches of 128: for B images, 12.8 / B has the same effect.
     Deviation in the solver: it stops at a relative duality gap, not after a number of steps of Eq. 6. Those have no
     guarantee: their length knows nothing of the projection, so a step may increase the value, and is undefined where
     the gradient has no row and column sums. On seven problems of FUR (B = 128; random, low-rank, collapsed and
@@ -72,9 +72,6 @@ class Uniformity(Regularizer):
         "projector", description="layer whose outputs are spread over the sphere; the paper has encoder"
     )
     draws: int = Field(8, ge=1, description="sets of samples a step, over which the term is averaged; the paper has 1")
-    reduction: Literal["sum", "mean"] = Field(
-        "sum", description="over the batch: sum as in the paper, or mean, which does not depend on the batch size"
-    )
 
     def check_model(self, model: Model) -> None:
         if self.layer not in model.online:
@@ -98,6 +95,6 @@ class Uniformity(Regularizer):
             local.log("uniformity_gap", info.gap.mean())
             unmatched = self.tau_a * (1 - plan.sum(-1)).square().sum() + self.tau_b * (1 - plan.sum(-2)).square().sum()
             value = ((plan * cost).sum() + unmatched / 2) / self.draws
-            return self.weight * (value / rows if self.reduction == "mean" else value)
+            return self.weight * value
 
         return term

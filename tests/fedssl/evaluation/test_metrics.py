@@ -72,13 +72,6 @@ def test_on_a_gpu_the_number_of_classes_and_the_accuracy_alone_are_read(monkeypa
     assert read == ["cuda", "cuda"]
 
 
-def test_knn_of_half_precision_is_computed_wider():
-    train, train_labels, test, test_labels = (tensor[:50] for tensor in wide_blobs())
-    train, test = train.half(), test.half()
-    expected = knn_accuracy(train.double(), train_labels, test.double(), test_labels)
-    assert knn_accuracy(train, train_labels, test, test_labels) == expected
-
-
 def test_uniformity_by_hand():
     # squared distances 2, 4 and 2
     points = torch.tensor([[1.0, 0], [0, 5], [-2, 0]])

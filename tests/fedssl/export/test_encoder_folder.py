@@ -1,8 +1,7 @@
-"""Exports give the run's features in a process without fedssl, and as ONNX."""
+"""Exports give the run's features without fedssl, and as ONNX."""
 
 import json
-import os
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -20,51 +19,20 @@ from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
 
-#: loads exports as programs without fedssl do, a fork for each line of [folder, images]: importing timm takes seconds
-STRANGER = """
-import sys
-sys.modules["fedssl"] = sys.modules["fedkernels"] = None
-import json, os, timm, torch, traceback
-from safetensors.torch import load_file, save_file
 
-def write_features(folder, images):
-    os.chdir(os.path.dirname(folder))
-    sys.path.insert(0, folder)
-    import load
-    with torch.no_grad():
-        encoder, pixels = load.load_encoder(), load.normalize(load_file(images)["pixels"])
-        outputs = {"features": encoder(pixels), "last": encoder.forward_features(pixels)}
-    save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, images + ".features")
+@pytest.fixture
+def features_of_a_stranger(monkeypatch):
+    """Gives by load.py the features, and what they are pooled from, where neither of our packages can be imported."""
 
-for line in sys.stdin:
-    if os.fork() == 0:
-        try:
-            write_features(*json.loads(line))
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    print(os.wait()[1], flush=True)
-"""
+    def features(folder, pixels):
+        with monkeypatch.context() as patch, torch.no_grad():
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("fedssl", "fedkernels")]:
+                patch.setitem(sys.modules, name, None)
+            load = runpy.run_path(str(folder / "load.py"))
+            encoder, images = load["load_encoder"](), load["normalize"](pixels)
+            return encoder(images), encoder.forward_features(images)
 
-
-@pytest.fixture(scope="module")
-def features_of_a_stranger():
-    """Gives by load.py the features, and what they are pooled from."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", STRANGER], env=environment, **pipes) as stranger:
-
-        def features(folder, pixels):
-            images = str(folder) + ".images"
-            save_file({"pixels": pixels}, images)
-            print(json.dumps([str(folder), images]), file=stranger.stdin, flush=True)
-            assert stranger.stdout.readline() == "0\n"  # what went wrong is printed
-            outputs = load_file(images + ".features")
-            return outputs["features"], outputs["last"]
-
-        yield features
-        stranger.kill()
+    return features
 
 
 def loaded_by_timm(folder):

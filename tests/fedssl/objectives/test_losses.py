@@ -140,7 +140,7 @@ def test_dinos_teacher_sees_the_first_two_views_and_their_outputs_move_the_centr
 
 
 def test_dinos_prototypes_give_cosines_and_its_head_may_have_batch_norm():
-    rows, prototypes = torch.tensor([[3.0, 4.0]]), Prototypes(2, 3)
+    rows, prototypes = torch.tensor([[3.0, 4.0]]), Prototypes(2, 3, bias=False)
     with torch.no_grad():
         prototypes.weight.copy_(torch.tensor([[6.0, 8.0], [0.0, -2.0], [4.0, -3.0]]))
     torch.testing.assert_close(prototypes(rows), torch.tensor([[1.0, -0.8, 0.0]]))

@@ -79,19 +79,6 @@ def test_several_draws_are_averaged(monkeypatch):
     torch.testing.assert_close(both, (term(draws[0], 1) + term(draws[1], 1)) / 2, rtol=1e-3, atol=1e-6)
 
 
-def test_the_mean_over_the_batch_does_not_depend_on_its_size(monkeypatch):
-    """One image and the same image four times, each with its own copy of the one sample: plan and cost repeat."""
-    monkeypatch.setattr(uniformity, "sphere_samples", lambda rows, *_: torch.eye(8)[:rows])
-    values = {}
-    for rows in (1, 4):
-        z = torch.eye(8)[:rows] + 0.1 * torch.eye(8)[4 : 4 + rows]
-        for reduction in ("sum", "mean"):
-            term = Uniformity(draws=1, tolerance=1e-8, reduction=reduction).start_round(Local())
-            values[rows, reduction] = float(term(step_of(z)))
-    assert values[1, "mean"] == pytest.approx(values[4, "mean"], rel=1e-4) == pytest.approx(values[1, "sum"])
-    assert values[4, "sum"] == pytest.approx(4 * values[4, "mean"])
-
-
 @pytest.mark.parametrize(("kind", "moved"), [("random", 0.44), ("low rank", 0.43), ("collapsed", 0.37)])
 def test_as_printed_it_does_nothing_and_as_it_is_here_it_moves_mass(kind, moved):
     z, samples = representations(kind)
