@@ -80,20 +80,10 @@ class EUA(WeightedMean):
     paper's phi = 0.1, the multiplier of |d|^2 < 1 in Eq. 9, is constant, so it only divides the step.
 
     Who moves farthest has the shortest grad log u_k, and the least |sum_k p_k grad log u_k| lies with the shortest, so
-    a client that moved less than others in nearly the same direction gets weight 0. Shares in the first two rounds of
-    the table fedu2_cifar10_small (ten clients, Dirichlet(0.1), mean cosine of two updates 0.60 to 0.77), with FedBYOL's
-    new model as the start of round 2:
-
-    | clients | updates divided by | round 1 | round 2 |
-    |---|---|---|---|
-    | 157 to 2,714 images, equal epochs | squared length | five of ten 0, the others 0.10 to 0.37 | |
-    | 157 to 2,714 images, equal steps | squared length | 0.08 to 0.14 | two 0, the others 0.02 to 0.26 |
-    | | length | 0.07 to 0.12 | 0.04 to 0.16 |
-    | 1,000 images each | squared length | 0.06 to 0.14 | four 0, the others 0.08 to 0.22 |
-    | | length | 0.07 to 0.12 | 0.02 to 0.18 |
-
-    So equal steps (`training.local_steps`) or equal sizes (`partition.name=dirichlet_equal`) help while the lengths are
-    almost equal (within 2 % in round 1, 20 % in round 2), and unit updates after that too.
+    a client that moved less than others in nearly the same direction gets weight 0: five of ten in the first round of
+    benchmarks/results/fedu2_cifar10_small, which tabulates the shares. Equal steps (`training.local_steps`) or equal
+    sizes (`partition.name=dirichlet_equal`) help while the lengths are almost equal (within 2 % in round 1, 20 % in
+    round 2), and unit updates after that too.
 
     With `divide_updates_by: length` g_k is delta_k / |delta_k|: each client counts by its direction alone. The released
     code of FedU2 does this under the name EUA, with nearly equal steps for all clients: MGDA (Désidéri 2012) over the
@@ -101,11 +91,8 @@ class EUA(WeightedMean):
     lengths. Its default rate, 0.1, is `step_size` and `phi` of 0.2 each here; the 8 of its main.py is 16 each. Such a
     rate fits one model, one optimiser and one number of steps. Without `step_size` every update is brought to the mean
     of |delta_k|, weighted by samples, before p combines them. If all clients move in one direction, this step is
-    FedAvg's. It is shorter by as much as the combined directions cancel, and 0 where no step improves all clients. On a
-    small CIFAR-10 (ten clients of 157 to 2,714 images) it is 0.99 of FedAvg's step. It was 0.64 at the length for which
-    the new model is a convex combination of the clients' models. At any length the three clients with the fewest images
-    have 58 % of the shares' sum there: their updates are the shortest, so bringing them to one length raises them most.
-    The code's solver starts at the weights by samples and stops after 20 iterations.
+    FedAvg's. It is shorter by as much as the combined directions cancel, and 0 where no step improves all clients (same
+    page). The code's solver starts at the weights by samples and stops after 20 iterations.
 
     Deviations from the paper: Eq. 12 clips its linear solve and does not reach the optimum of Eq. 10. Here p is solved
     exactly (`fedkernels.client_weights`), so there is no penalty rho = 1. Integers and running statistics have no

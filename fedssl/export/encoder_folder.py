@@ -117,8 +117,8 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
 
 def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: bool) -> str:
     """Return the text of README.md, given config.json, the run's folder, and whether encoder.onnx is there."""
-    run = read_run(path)
-    who = chosen.owner if (run.rounds, chosen.owner, "effective_rank") in run.values else "mean"
+    run, end = read_run(path), chosen.measured
+    who = chosen.owner if (end, chosen.owner, "effective_rank") in run.values else "mean"
     window = chosen.encoder.window
     if isinstance(window, tuple):
         pairs = window if is_by_channel(window) else (window,)
@@ -127,10 +127,10 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: b
     else:
         window_text = f"`{window}`" if window else ""
     figures = []  # measures of the model before and after training, if there are any
-    for name in dict.fromkeys(name for number, w, name in run.values if number == run.rounds and w == who):
+    for name in dict.fromkeys(name for number, w, name in run.values if number == end and w == who):
         if is_measure(name):
             decimals = METRICS[name].decimals if name in METRICS else 1
-            before, after = run.values.get((0, who, name)), run.values[run.rounds, who, name]
+            before, after = run.values.get((0, who, name)), run.values[end, who, name]
             figures.append((name, "" if before is None else f"{before:.{decimals}f}", f"{after:.{decimals}f}"))
     return fill_template(
         "fedssl.export",
@@ -141,10 +141,10 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: b
         clients=chosen.recipe.partition.clients,
         own_images=0 if chosen.owner == GLOBAL or not run.class_counts else sum(run.class_counts[int(chosen.owner)]),
         images=sum(map(sum, run.class_counts)),
-        verdict=" ".join(verdict(run)),
+        verdict=" ".join(verdict(run)) if end == run.rounds else "",
         figures=figures,
         means=who == "mean",
-        labelled=(run.rounds, who, "knn") in run.values,
+        labelled=(end, who, "knn") in run.values,
         window=window_text,
         onnx=onnx,
     )

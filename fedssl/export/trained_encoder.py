@@ -45,12 +45,16 @@ class TrainedEncoder:
 
 @dataclass(frozen=True, eq=False)
 class EncoderOfRun:
-    """A run's encoder, its owner (`global` or a client's number), and the round after which it had these weights."""
+    """A run's encoder, its owner (`global` or a client's number), and the round after which it had these weights.
+
+    `measured` is the round whose evaluation measured it.
+    """
 
     encoder: TrainedEncoder
     recipe: Recipe
     owner: str
     round: int
+    measured: int
 
 
 def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, best: bool = False) -> EncoderOfRun:
@@ -114,7 +118,7 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
     plain = network.plain_network() if isinstance(network, StagedEncoder) else merged(network)
     plain.requires_grad_(False).eval()
     trained = TrainedEncoder(plain, architecture, shape, recipe.data.window, recipe.data.channels)
-    return EncoderOfRun(trained, recipe, owner, number)
+    return EncoderOfRun(trained, recipe, owner, number, directory.checkpoint.round)
 
 
 def _owner(recipe: Recipe, path: Path, client: int | None) -> str:

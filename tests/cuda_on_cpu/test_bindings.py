@@ -31,7 +31,7 @@ from tests.cuda_on_cpu.emulation import ORDERS, SANITIZED, assert_same
 from tests.cuda_on_cpu.host_reads import HostReadError, no_host_reads
 from tests.fedkernels import test_cuda
 from tests.fedkernels.test_cuda import FP16, FP32, FP64, Case, assert_near, randn, with_gradients
-from tests.fedssl.regularizers.terms import Local, step_of
+from tests.fedssl.small_models import local_round, scalar_model, step_of
 
 OF_REFERENCES = "apply_deltas", "delta_gram"  # which have no CUDA kernels
 
@@ -265,7 +265,7 @@ def test_a_later_call_warns_of_what_an_earlier_one_found(bindings, monkeypatch):
 def test_a_step_of_fedu2s_regularizer_does_not_wait(bindings):
     """Neither for the plan, nor for what it logs, nor for an earlier step's warnings."""
     views = [randn(6, 8, seed=seed).requires_grad_() for seed in (0, 1)]
-    term = Uniformity(name="uniformity", draws=2).start_round(Local())
+    term = Uniformity(name="uniformity", draws=2).start_round(local_round(scalar_model()))
     with bindings.on_cuda() as called, no_host_reads(views):
         for _ in range(2):
             term(step_of(*views)).backward()

@@ -9,6 +9,7 @@ from fedssl.augmentations.random_views import RandomViews
 from fedssl.client import Client, LocalRound
 from fedssl.messages import Message
 from fedssl.models.model import Model
+from fedssl.objectives.base import Step
 from fedssl.objectives.byol import BYOL
 
 E1, E2 = torch.eye(2)
@@ -58,6 +59,11 @@ def local_round(
     client = Client(index, images, torch.zeros(len(images)), None, model, memory or Message())
     views = RandomViews(crop_scale=(1, 1))
     return LocalRound(client, received or Message(), number, 0, objective or BYOL(), views, previous)
+
+
+def step_of(*views: torch.Tensor) -> Step:
+    """A step whose representations and projections are these."""
+    return Step(torch.tensor(0.0), representations=views, projections=views)
 
 
 def value(model: Model, name: str) -> float:

@@ -119,7 +119,8 @@ def test_a_run_exports_its_encoder(fedssl, tiny_file, tmp_path):
 @pytest.mark.parametrize("choice", ["evaluation.patience=1", "evaluation.keep_best=true"])
 def test_a_run_exports_the_best_round_where_one_is_kept(choice, fedssl, tiny_file, tmp_path, monkeypatch):
     found = [9.0, 8.0, 2.0, 2.0]
-    measures = lambda federation, model, number: ({"view_retrieval": found[number]}, torch.ones(1))  # noqa: E731
+    ranks = {"effective_rank": 3.0}
+    measures = lambda federation, model, number: ({"view_retrieval": found[number]} | ranks, torch.ones(1))  # noqa: E731
     monkeypatch.setattr(rounds, "evaluate_after", measures)
     words = f"{SHARED} rounds=3 evaluation.every=1 {choice}".split()
     code, out, err = fedssl("run", "tiny.yaml", *words, "--output", "run", "--encoder", "the best")
@@ -128,6 +129,7 @@ def test_a_run_exports_the_best_round_where_one_is_kept(choice, fedssl, tiny_fil
     assert read_run(tmp_path / "run").last_round == (2 if "patience" in choice else 3)
     kept, best = load_file(tmp_path / "the best" / "model.safetensors"), encoder_of_run(tmp_path / "run", best=True)
     assert best.round == 1
+    assert "| view_retrieval | 9.0 | 8.0 |" in (tmp_path / "the best" / "README.md").read_text()
     assert all(torch.equal(kept[name], tensor) for name, tensor in best.encoder.network.state_dict().items())
     reported = fedssl("report", "run", "--no-images")[1]
     assert reported.endswith(f"fedssl embed '{tmp_path / 'the best'}' my_images --output features.npz\n")

@@ -94,10 +94,6 @@ def test_the_learning_rate_rises_for_ten_epochs_and_falls_as_a_cosine():
     assert all(a > b for a, b in pairwise(factors[30:]))
 
 
-def test_it_learns_from_few_labels(encoder):
-    assert accuracy(encoder, fraction=0.5, epochs=20, batch_size=16, augmentation="none") > 60
-
-
 @pytest.mark.parametrize(
     ("name", "rates", "nesterov"), [("hetero_ssfl", (0.05, 0.05), True), ("fedu2", (0.001, 0.3), False)]
 )

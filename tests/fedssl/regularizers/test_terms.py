@@ -26,7 +26,7 @@ from fedssl.regularizers.distance_to_global import DistanceToGlobal
 from fedssl.regularizers.global_distillation import GlobalDistillation
 from fedssl.regularizers.proximal import Proximal
 from fedssl.regularizers.relational_distillation import RelationalDistillation, relational_loss
-from fedssl.regularizers.representation_alignment import RepresentationAlignment, model_contrast
+from fedssl.regularizers.representation_alignment import RepresentationAlignment
 from fedssl.regularizers.similarity_distillation import SimilarityDistillation
 from fedssl.teacher import similarity_loss
 from tests.fedssl.conftest import ALIGNED
@@ -299,29 +299,15 @@ def test_equal_weights_have_distance_0_in_training_and_no_statistics_change(tiny
     assert all(torch.equal(t, after_forward[name]) for name, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("now", "towards", "away", "expected"),
-    [
-        (E1, 5 * E1, E2, math.log(4 / 3)),  # -log(3 / (3 + 1))
-        (E1, E2, E1, math.log(4)),  # -log(1 / (1 + 3))
-        (2 * E1, E1, -E1, math.log(10 / 9)),  # -log(3 / (3 + 1/3))
-    ],
-)
-def test_model_contrast_by_hand(now, towards, away, expected):
-    one = model_contrast(now[None], towards[None], away[None], THREE)
-    assert float(one) == pytest.approx(expected, rel=1e-6)
-    rows = model_contrast(torch.stack([now, E1]), torch.stack([towards, E1]), torch.stack([away, E2]), THREE)
-    assert float(rows) == pytest.approx((expected + math.log(4 / 3)) / 2, rel=1e-6)
-
-
 def test_the_alignment_is_towards_what_arrived_and_away_from_the_clients_previous_model():
-    """The views are e1 and e2, the model passes them on. The global model turns both by 90 degrees, the previous one
-    does nothing: both rows are at right angles to their goal, -log(1 / (1 + 3)) = log 4, and 2 log 4 for weight 2.
+    """The views are e1 with 3 e1 and e2 with e2, which the model passes on. The global model turns all by 90 degrees,
+    the previous one does nothing: each row is at right angles to its goal, -log(1 / (1 + 3)) = log 4, and 2 log 4 for
+    weight 2. Where the previous model turns by 180 degrees, it is -log(1 / (1 + 1/3)) = log(4 / 3).
     """
     model, memory = Model({"encoder": nn.Flatten(), "projector": Scale(IDENTITY)}), Message()
     received, previous = weights(TURNED, "projector"), weights(IDENTITY, "projector").tensors
     part = RepresentationAlignment(weight=2.0, temperature=THREE)
-    step = step_at(model, pixels((1, 0)), pixels((0, 1)))
+    step = step_at(model, pixels((1, 0), (3, 0)), pixels((0, 1), (0, 1)))
     first = part.start_round(local_round(model, received, memory=memory, previous=previous))
     assert float(first(step)) == 0  # nothing is known of a previous round
     local = local_round(model, received, memory=memory, previous=previous)
@@ -333,6 +319,9 @@ def test_the_alignment_is_towards_what_arrived_and_away_from_the_clients_previou
     # pulling e1 to e2 and e2 to -e1 turns by 90 degrees; along the rows nothing changes the cosine
     assert gradient[1, 0] < 0 < gradient[0, 1]
     assert gradient[0, 0] == pytest.approx(0, abs=1e-6)
+    behind = weights([[-1.0, 0.0], [0.0, -1.0]], "projector").tensors
+    value = part.start_round(local_round(model, received, memory=memory, previous=behind))(step)
+    assert float(value.detach()) == pytest.approx(2 * math.log(4 / 3), rel=1e-6)
 
 
 def test_the_alignment_begins_anew_with_every_stage_and_passes_frozen_layers_once():
