@@ -6,7 +6,6 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from ..data.datasets import Dataset
 from ..data.pixels import normalize
 from ..data.stored_images import Images
 from ..errors import UserError
@@ -18,14 +17,6 @@ _WORKING_COPIES = 8
 # makes of 64 small images: EfficientNet-Lite0 at 64 pixels takes 2.5 times as long with 500, ResNet-18 at 96 1.4 times.
 _IMAGES_AT_A_TIME = {"cpu": 64, "cuda": 500}
 _PIXELS_AT_A_TIME = 500 * 64 * 64
-
-
-def require_measured_images(dataset: Dataset) -> None:
-    """Raise UserError where there is nothing to measure a model on, as at a server without data."""
-    if len(dataset.measured_images) == 0:
-        raise UserError(
-            f"there are no images to measure models on: data.name is {dataset.name}, and the sites hold the data"
-        )
 
 
 def images_at_a_time(images: Images, most: int) -> int:

@@ -190,11 +190,6 @@ def view_retrieval(views: Sequence[Tensor]) -> float | None:
     return 100.0 * float((own > similarity.amax(dim=1) + 1e-9).double().mean())
 
 
-def _uniformity_of(images: MeasuredImages) -> float | None:
-    features = images.features[:1000]  # each pair is compared
-    return uniformity(features) if len(features) > 1 else None
-
-
 _ENTRIES = (
     Metric("knn", "kNN accuracy", "%", printed=True),
     Metric("linear", "linear accuracy", "%", printed=True),
@@ -230,7 +225,8 @@ _ENTRIES = (
         "uniformity",
         "uniformity (lower is more even)",
         decimals=2,
-        measure=_uniformity_of,
+        # each pair is compared
+        measure=lambda images: uniformity(images.features[:1000]) if len(images.features) > 1 else None,
         images="unlabelled",
         bounds=(-8.01, 0.01),
         printed=True,

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from ..data.stored_images import Images, images_of_rows
 from ..engines.rounds import models_to_evaluate
-from ..evaluation.features import extract_features, require_measured_images
+from ..errors import UserError
+from ..evaluation.features import extract_features
 from ..federation import federation_of_run, require_same_data
 from ..randomness import generator_for, seed_for
 from ..run_folder.directory import RunDirectory
@@ -42,7 +43,10 @@ def draw_pictures(path: Path, trust: bool = False) -> list[PageFigure]:
     federation = federation_of_run(directory, trust)
     require_same_data(path, federation.data_digests())
     dataset, seed, name = federation.dataset, federation.recipe.seed, federation.recipe.name
-    require_measured_images(dataset)
+    if len(dataset.measured_images) == 0:
+        raise UserError(
+            f"there are no images to measure models on: data.name is {dataset.name}, and the sites hold the data"
+        )
     has_test_images = len(dataset.test_images) > 0
     generator = generator_for(seed, "pictures", "images")
     order = torch.randperm(len(dataset.measured_images), generator=generator)[:_SEARCHED]
