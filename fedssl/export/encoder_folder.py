@@ -58,17 +58,20 @@ def export_encoder(
     """
     require_new_folder(output)
     chosen = encoder_of_run(run, client, trust, best)
+    network: Any = chosen.encoder.network
     config = encoder_config(chosen, printable(run.resolve().name))
+    stem_width = int(network.conv1.out_channels) if has_small_image_stem(network) else None
+    script = fill_template("fedssl.export", "load.py.jinja", config=config, stem_width=stem_width)
     parent = output.absolute().parent
     make_folder(parent)
     preparing = parent / f".{output.name}.{secrets.token_hex(8)}"
     with writing(output), ExitStack() as stack:
         stack.callback(shutil.rmtree, preparing, ignore_errors=True)
         preparing.mkdir()
-        weights = {name: tensor.contiguous() for name, tensor in chosen.encoder.network.state_dict().items()}
+        weights = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
         write_atomically(preparing / WEIGHTS, save_tensors(weights, metadata={"format": "pt"}))
         write_atomically(preparing / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
-        write_atomically(preparing / "load.py", load_script(config, chosen.encoder.network).encode())
+        write_atomically(preparing / "load.py", script.encode())
         write_atomically(preparing / "README.md", model_card(chosen, config, run, onnx).encode())
         if onnx:
             write_onnx(chosen.encoder, preparing)
@@ -148,12 +151,6 @@ def model_card(chosen: EncoderOfRun, config: dict[str, Any], path: Path, onnx: b
         window=window_text,
         onnx=onnx,
     )
-
-
-def load_script(config: dict[str, Any], network: Any) -> str:
-    """Return the text of load.py, given config.json and the encoder."""
-    stem_width = int(network.conv1.out_channels) if has_small_image_stem(network) else None
-    return fill_template("fedssl.export", "load.py.jinja", config=config, stem_width=stem_width)
 
 
 def _pretrained_cfg(name: str) -> dict[str, Any]:

@@ -198,11 +198,6 @@ class StagedEncoder(Encoder):
                 switch.known_output = None
 
 
-def uncut_network(encoder: nn.Module) -> nn.Module:
-    """Return the network that an encoder is or cuts into layers."""
-    return encoder.network if isinstance(encoder, StagedEncoder) else encoder
-
-
 def names_of_last_layers(network: nn.Module, count: int, architecture: str) -> list[str]:
     """Return state-dict names of a network's last layers and of the modules after them.
 

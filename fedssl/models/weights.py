@@ -350,10 +350,10 @@ class _LeftOutTuple:
 
 
 def _flat(state: dict[Any, Any], prefix: str = "") -> Weights:
-    """Return the tensors of nested mappings by their names, joined by dots; not an optimizer's, which has numbers."""
+    """Return the dense tensors of nested mappings by their names, joined by dots; not an optimizer's, with numbers."""
     found: Weights = {}
     for name, value in state.items():
-        if isinstance(name, str) and isinstance(value, Tensor):
+        if isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided:
             found[prefix + name] = value
         elif isinstance(name, str) and isinstance(value, dict):
             found |= _flat(value, f"{prefix}{name}.")
@@ -370,10 +370,9 @@ def _require_at_most(most: int, size: int, path: Path) -> None:
 
 def _tensors_of(state: Weights, source: object) -> Weights:
     if not state:
-        raise UserError(f"model.weights: {source} holds no weights; expected tensors by name, as of a state_dict()")
-    if sparse := [name for name, tensor in state.items() if tensor.layout != torch.strided]:
-        which = listed(sparse, _MOST_NAMED)
-        raise UserError(f"model.weights: {source}: expected dense tensors, {which} is sparse: save it by .to_dense()")
+        raise UserError(
+            f"model.weights: {source} holds no weights; expected dense tensors by name, as of a state_dict()"
+        )
     # Copies in torch's own memory: see storage.read_message.
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 

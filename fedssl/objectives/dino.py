@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..models.encoders import take_images_of_any_size
 from ..models.model import Model
-from ..models.stages import uncut_network
+from ..models.stages import StagedEncoder
 from .base import Objective, Step
 
 
@@ -95,7 +95,7 @@ class DINO(Objective):
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         width: int = encoder.num_features  # type: ignore[assignment]
-        take_images_of_any_size(uncut_network(encoder))
+        take_images_of_any_size(encoder.network if isinstance(encoder, StagedEncoder) else encoder)
         sizes = (width, self.hidden_features, self.hidden_features, self.output_features)
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(sizes):

@@ -124,7 +124,7 @@ def test_nothing_is_written_over_and_nothing_is_left_half_written(run, tmp_path,
         raise OSError(28, "No space left on device")
 
     before = sorted(path.name for path in tmp_path.iterdir())
-    monkeypatch.setattr("fedssl.export.encoder_folder.load_script", full)
+    monkeypatch.setattr("fedssl.export.encoder_folder.model_card", full)
     with pytest.raises(UserError, match="no space left"):
         export_encoder(run, tmp_path / "full")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
