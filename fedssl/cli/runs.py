@@ -24,6 +24,7 @@ from .console import OptionalRecipeName, Overrides, Trust, console, print_next, 
 
 if TYPE_CHECKING:
     from ..data.datasets import Dataset
+    from ..data.options import DataOptions
     from ..federation import Federation
     from ..recipe.recipe import Recipe
     from ..run_folder.record import Run
@@ -365,7 +366,7 @@ def evaluate(
     from ..reports.evaluation import parse_data, write_evaluation
 
     options = FineTuneOptions(images=fine_tune) if fine_tune else None
-    others = [*map(parse_data, data)] if data else [None]
+    others: list[DataOptions | None] = [parse_data(text) for text in data or []] or [None]
     measure = partial(write_evaluation, folder, fractions or [], print_text, options, trust=trust)
     for path in dict.fromkeys([measure(data=other) for other in others]):
         print_text(path.read_text(encoding="utf-8").rstrip())
