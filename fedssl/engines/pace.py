@@ -11,6 +11,7 @@ from ..accounting import StepCost
 from ..aggregators.base import PUBLIC_IMAGES
 from ..client import Client
 from ..errors import UserError
+from ..evaluation.fine_tuning import SemiSupervisedOptions
 from ..federation import Federation, build_federation
 from ..messages import Message
 from ..recipe.recipe import Recipe
@@ -211,12 +212,34 @@ def told_duration(federation: Federation) -> str | None:
     return f"training takes about {format_duration(in_all)} on this machine, by timed steps; evaluations come on top"
 
 
-def _evaluation_seconds(federation: Federation) -> float:
-    """Evaluate once; return the seconds of all measuring before and after training."""
-    began = time.perf_counter()
-    if len(federation.dataset.measured_images) or federation.downstream:
-        evaluate_after(federation, federation.new_model(0), 0)
-    return 2 * (len(federation.client_rows) if federation.method.personal else 1) * (time.perf_counter() - began)
+def _evaluation_seconds(federation: Federation) -> tuple[float, float]:
+    """Return the seconds of all measuring before and after training, and of an evaluation between rounds.
+
+    Fine-tuning is timed by one epoch.
+    """
+    recipe, options = federation.recipe, federation.recipe.evaluation
+    if not len(federation.dataset.measured_images) and not federation.downstream:
+        return 0.0, 0.0
+
+    def seconds(number: int, **changes: object) -> float:
+        evaluation = options.model_copy(update={"semi_supervised": [], "fine_tune": None} | changes)
+        changed = replace(federation, recipe=recipe.model_copy(update={"evaluation": evaluation}))
+        began = time.perf_counter()
+        evaluate_after(changed, federation.new_model(0), number)
+        return _since(began, federation)
+
+    def tuning(key: str, protocol: SemiSupervisedOptions, **changes: object) -> float:
+        one_epoch = protocol.model_copy(update={"epochs": 1, "warmup_epochs": 0})
+        return protocol.tuning().epochs * max(0.0, seconds(recipe.rounds, **{key: one_epoch}, **changes) - once)
+
+    models, once = len(federation.client_rows) if federation.method.personal else 1, seconds(0)
+    ends = 2 * once
+    if options.semi_supervised:
+        fractions = options.semi_supervised
+        ends += tuning("semi_supervised_protocol", options.semi_supervised_protocol, semi_supervised=fractions)
+    if options.fine_tune is not None:
+        ends += tuning("fine_tune", options.fine_tune)
+    return models * ends, models * seconds(-1) if options.every else 0.0
 
 
 def require_equal_rounds(recipe: Recipe) -> None:
@@ -232,13 +255,14 @@ def require_equal_rounds(recipe: Recipe) -> None:
 def within(federation: Federation, minutes: float, began: float) -> Federation:
     """Return the federation for a run that ends about `minutes` after `began`, a time of `time.perf_counter`.
 
-    The number of rounds follows from timed steps. A central run (`local_update.keep_optimizer`) also gets rounds of
-    another length; else a round is what the recipe says. Shorter than a pass, each draws its images anew.
+    The number of rounds follows from timed steps and evaluations. A central run (`local_update.keep_optimizer`) also
+    gets rounds of another length, before which evaluations count as for the recipe's; else a round is what the recipe
+    says. Shorter than a pass, each draws its images anew.
     """
     recipe = federation.recipe
-    pace, evaluations = measure_pace(federation, _SECONDS_FOR_ROUNDS), _evaluation_seconds(federation)
-    left = max(0.0, 60 * minutes - (time.perf_counter() - began) - evaluations - pace.before)
-    held = left / (pace.seconds(1) - pace.before)
+    pace, (ends, between) = measure_pace(federation, _SECONDS_FOR_ROUNDS), _evaluation_seconds(federation)
+    left = max(0.0, 60 * minutes - (time.perf_counter() - began) - ends - pace.before)
+    held = left / (pace.seconds(1) - pace.before + between / max(1, recipe.evaluation.every))
     if not recipe.local_update.keeps_optimizer:
         return build_federation(recipe.model_copy(update={"rounds": max(1, int(held))}), federation.dataset)
     steps_of_pass = len(federation.client_rows[0]) // recipe.training.batch_size

@@ -76,13 +76,15 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     """Run the rounds that are left, commit each, call TensorBoard and then `observer`, and return the run's folder."""
     recipe = federation.recipe
     first = directory.checkpoint.round + 1
+    patient = recipe.evaluation.patience is not None
+    viewed = {n for n, _, metric, _ in directory.read_metrics() if metric == "view_retrieval"} if patient else set()
     observers = Observers([TensorBoard(), observer])
     observers.run_began(recipe, directory.path, first)
     try:
         for sentence in _told_before(federation) if first == 0 else ():
             observers.inform(sentence)
         for number in range(first, recipe.rounds + 1):
-            if ended := _no_gain(recipe, directory):
+            if ended := _no_gain(recipe, directory, viewed):
                 observers.inform(ended)
                 break
             started = time.perf_counter()
@@ -93,6 +95,7 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
             directory.append_refused(number, missing | reasons_in(server, REFUSED) | capped)
             directory.append_timing(number, time.perf_counter() - started)
             means = {metric: value for _, who, metric, value in rows if who in ("mean", "global")}
+            viewed |= {number} if "view_retrieval" in means else set()
             measured = means.get("view_retrieval") if recipe.evaluation.keeps_best and number > 0 else None
             finished, personal = number == recipe.rounds, federation.method.personal
             directory.commit(number, server, finished, recipe.checkpoints, measured, personal)
@@ -102,13 +105,15 @@ def run_rounds(federation: Federation, directory: RunDirectory, observer: Observ
     return directory
 
 
-def _no_gain(recipe: Recipe, directory: RunDirectory) -> str | None:
-    """Return that a run ends before its last round, because evaluations have found nothing better; else None."""
+def _no_gain(recipe: Recipe, directory: RunDirectory, viewed: set[int]) -> str | None:
+    """Return that a run ends before its last round, as evaluations have found nothing better; else None.
+
+    `viewed` are the rounds in which views were measured.
+    """
     patience, best, last = recipe.evaluation.patience, directory.checkpoint.best, directory.checkpoint.round
     if patience is None or best is None or not evaluation_due(recipe, last):
         return None
-    later = {n for n, _, metric, _ in directory.read_metrics() if metric == "view_retrieval" and n > best.round}
-    if len(later) < patience:
+    if sum(number > best.round for number in viewed) < patience:
         return None
     return (
         f"the run ends after round {last} of {recipe.rounds}: {patience} evaluations found nothing better than round "

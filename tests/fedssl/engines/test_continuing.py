@@ -171,7 +171,10 @@ def test_only_evaluations_that_took_place_try_the_patience(tiny, tmp_path, monke
     recipe = tiny(**SAMPLED | {"evaluation": {"every": 2, "patience": 1}}, rounds=6)
     with pytest.raises(Killed):
         in_process.run(recipe, tmp_path / "run", KilledIn(4))
+    real, reads = RunDirectory.read_metrics, []
+    monkeypatch.setattr(RunDirectory, "read_metrics", lambda directory: reads.append(directory) or real(directory))
     assert resume(tmp_path / "run", overrides=["evaluation.every=1"]).checkpoint.round == 4
+    assert len(reads) == 1  # and not once a round, as the file grows with the rounds
 
 
 # Back to an earlier round

@@ -20,7 +20,7 @@ CENTRAL = {
 }
 
 
-def recipe_within(monkeypatch, recipe, minutes, step, evaluations=20.0, parallel=1, **others):
+def recipe_within(monkeypatch, recipe, minutes, step, evaluations=(20.0, 0.0), parallel=1, **others):
     """The recipe for so many minutes where a step takes `step` seconds, after nearly 10 have passed."""
     federation = build_federation(recipe)
     steps = sum(len(rows) // recipe.training.batch_size for rows in federation.client_rows)
@@ -39,6 +39,8 @@ def test_federated_rounds_stay_as_long_as_they_are(tiny, monkeypatch):
     others = recipe_within(monkeypatch, recipe, 1, step=0.1, others=0.4, before=10.0)
     assert others.rounds == 20  # 20 are left, at 1.0 a round
     assert recipe_within(monkeypatch, recipe, 0.1, step=0.1).rounds == 1  # no time is left, and a run has a round
+    every = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"every": 5})})
+    assert recipe_within(monkeypatch, every, 1, step=0.1, evaluations=(20.0, 2.0)).rounds == 30  # 1.0 a round
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,25 @@ def now(monkeypatch):
     passed = [0.0]
     monkeypatch.setattr(pace.time, "perf_counter", lambda: passed[0])
     return passed
+
+
+@pytest.mark.parametrize(("changes", "models"), [(AVERAGED, 1), ({}, 3)], ids=["a global model", "own models"])
+def test_fine_tuning_and_evaluations_between_rounds_are_timed(changes, models, now, tiny, monkeypatch):
+    """An evaluation takes 1 second, 2 more before and after training, and half a second an epoch of fine-tuning."""
+
+    def evaluate_after(federation, model, number):
+        options, rounds = federation.recipe.evaluation, federation.recipe.rounds
+        now[0] += 3.0 if number in (0, rounds) else 1.0
+        if number == rounds:
+            now[0] += 0.5 * len(options.semi_supervised) * options.semi_supervised_protocol.tuning().epochs
+            now[0] += 0.5 * options.fine_tune.tuning().epochs if options.fine_tune else 0.0
+
+    monkeypatch.setattr(pace, "evaluate_after", evaluate_after)
+    asked = {"semi_supervised": [0.1, 0.5], "semi_supervised_protocol": {"epochs": 30}, "fine_tune": {}, "every": 1}
+    for evaluation, seconds in (({}, (6.0, 0.0)), (asked, (6.0 + 0.5 * (2 * 30 + 40), 1.0))):
+        federation = build_federation(tiny(**SMALL | changes | {"evaluation": evaluation}))
+        assert pace._evaluation_seconds(federation) == tuple(models * one for one in seconds)
+        now[0] = 0.0
 
 
 @pytest.fixture
