@@ -17,8 +17,7 @@ from ..interrupts import raise_ignored_interrupts
 from ..untrusted import printable
 from . import across_machines
 from .console import console
-from .doctor import doctor
-from .recipes import cost, partition, presets, privacy, recipes, show, tables
+from .recipes import cost, doctor, partition, presets, privacy, recipes, show, tables
 from .runs import embed, evaluate, export, pretrain, report, run, run_table
 
 app = Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -1,17 +1,24 @@
-"""Commands that show what ships, or what a recipe will do. Those that only list or show import no torch, to be fast."""
+"""Commands that show what there is, or what a recipe will do. Those that only list import no torch, to be fast."""
 
+import importlib.metadata
 import itertools
+import os
+import platform
 from collections import Counter
 from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Literal
 
 import yaml
+from rich.table import Table as TextTable
 from rich.text import Text
 from typer import Option
 
-from ..errors import UserError
+from ..errors import UserError, installed_distribution
 from .console import Overrides, RecipeName, Trust, console, print_next, print_text
+
+REQUIRED = ("torch", "torchvision", "timm", "numpy", "pydantic", "scikit-learn", "safetensors", "matplotlib")
+OPTIONAL = ("onnx", "onnxruntime", "flwr")
 
 
 def recipes() -> None:
@@ -49,7 +56,6 @@ def show(
     as_yaml: Annotated[
         bool, Option("--yaml", help="Print a recipe file that `fedssl run` takes, with every default filled in.")
     ] = False,
-    changed: Annotated[bool, Option("--changed", help="Show only what is not the default.")] = False,
     trust: Trust = False,
 ) -> None:
     """Show every setting of a recipe: its value, where the value comes from, and what it means.
@@ -67,8 +73,6 @@ def show(
         _print_wrapped(f"Preset {' '.join(preset)}", "bold")
     section = ""
     for setting in settings:
-        if changed and setting.origin == "default":
-            continue
         if setting.section != section:
             section = setting.section
             console.print()
@@ -78,6 +82,36 @@ def show(
         _print_wrapped(f"{key} = {flow[1:-1]}  ({setting.origin})", style)
         _print_wrapped(f"    {setting.description} [{setting.allowed}]", "dim")
     print_next("partition", recipe, overrides=overrides, trust=trust)
+
+
+def doctor() -> None:
+    """Show what is installed and used, and test the CUDA kernels. Look here first if something does not work."""
+    import torch
+
+    import fedkernels
+
+    table = TextTable("what", "finding", box=None, pad_edge=False)
+    table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
+    for name in (installed_distribution(), *REQUIRED, *OPTIONAL):
+        try:
+            table.add_row(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            table.add_row(name, "not installed")
+    table.add_row("processor", f"{os.cpu_count()} cores; torch uses {torch.get_num_threads()} threads")
+    table.add_row("vector instructions", torch.backends.cpu.get_cpu_capability())
+    if torch.cuda.is_available():
+        console.print("Testing the CUDA kernels on each kind of GPU, which takes seconds to a few minutes:")
+        fedkernels.self_test()
+        console.print()
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        table.add_row("cuda", f"{torch.version.cuda}: {', '.join(names)}")
+    else:
+        table.add_row("cuda", "no device; everything runs on the processor")
+    for what, finding in fedkernels.build_info().items():
+        if finding:
+            table.add_row(f"fedkernels, {what}", finding)
+    console.print(table)
+    print_next("recipes")
 
 
 def _print_wrapped(text: str, style: str) -> None:
@@ -170,8 +204,6 @@ def privacy(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fals
             "for instance engine=flower flower.differential_privacy='{name: fixed_clipping, clipping_norm: 1, "
             "noise_multiplier: 2}' (docs/privacy.md)"
         )
-    from rich.table import Table as TextTable
-
     from ..engines.flower.privacy_accountant import epsilon_after, noise_multiplier, rounds_within
     from ..federation import build_federation
 
