@@ -22,6 +22,12 @@ _PATTERNS = {
     NAME_PATTERN: "expected 1 to 200 characters on one line, without control characters",
     TEXT_PATTERN: "expected text without control characters",
 }
+_A_MAPPING = "expected a mapping such as {key: value}"
+#: texts of a message about a value of another type, whose own name classes of Python
+_TYPES = {
+    **{"model_type": _A_MAPPING, "model_attributes_type": _A_MAPPING, "dict_type": _A_MAPPING},
+    "list_type": "expected a list such as [value]",
+}
 
 
 class Options(BaseModel):
@@ -155,9 +161,11 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
         elif item["type"] == "missing":
             clauses.append(f"{path}: missing")
         else:
-            message = item["msg"][0].lower() + item["msg"][1:]
+            message = _TYPES.get(item["type"], item["msg"][0].lower() + item["msg"][1:])
             if item["type"] == "string_pattern_mismatch":
                 message = _PATTERNS.get(item["ctx"]["pattern"], message)
+            elif item["type"] == "value_error":
+                message = str(item["ctx"]["error"])
             clauses.append(f"{path}: {message}, got {shortened(item['input'])}")
     return clauses
 

@@ -269,7 +269,7 @@ def _adapt_batch(recipe: _Filled) -> Iterator[str]:
     partition, training, images = recipe.values["partition"], recipe.values["training"], recipe.data.images
     if not images:
         return
-    clients, batch = partition["clients"], training["batch_size"]
+    clients, batch = partition["clients"], int(training["batch_size"])
     own = recipe.given.get("training") or {}
     if own.get("batch_size") is None and not recipe.preset.name.startswith(PAPER):
         given = recipe.given.get("data") or {}  # what it holds out is not in the number of images

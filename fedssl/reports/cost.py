@@ -17,6 +17,7 @@ from rich.table import Table as TextTable
 from ..accounting import StepCost
 from ..client import Client
 from ..data.stored_images import rows_in_place
+from ..errors import UserError
 from ..federation import Federation
 from ..messages import Message, from_transport
 from ..method import Method
@@ -43,8 +44,13 @@ def estimate(federation: Federation) -> list[RoundCost]:
     Clients are sampled and drop out as in the run itself; refusals by the guard are not predicted.
 
     Raises:
-        UserError: a step fails, for instance because its loss is not finite.
+        UserError: a step fails, for instance because its loss is not finite, or the images are at sites.
     """
+    if federation.recipe.partition.name == "sites":
+        raise UserError(
+            "the images are at the sites, so no step can be counted here: name images like theirs, for instance "
+            "data='{name: npz, path: mine.npz}' partition='{name: iid, clients: 3}'"
+        )
     rows, counter = federation.client_rows, _Counter(federation)
     method = counter.method
     server, costs = method.initial_state(), []

@@ -53,6 +53,25 @@ LW_FEDSSL: dict[str, Any] = AVERAGED | {
     "schedule": {"name": "layer_wise", "layers_per_stage": 2, "rounds_per_stage": 1},
     "training": {"local_epochs": 1, "batch_size": 8, "optimizer": "adamw"},
 }
+#: a file of one's own part
+OWN_PART = '''"""A term of one's own."""
+
+from pydantic import Field
+
+from fedssl.regularizers.base import Regularizer
+
+
+class Own(Regularizer):
+    """Adds nothing.
+
+    It is for a test.
+    """
+
+    strength: float = Field(0.5, ge=0, description="how much of nothing")
+
+    def start_round(self, local):
+        return lambda step: step.loss.new_zeros(())
+'''
 #: images of the noise
 SIZES = {"train": 800, "test": 60}
 #: methods that tests of engines run; none needs timm, whose import takes each of an engine's processes seconds, and

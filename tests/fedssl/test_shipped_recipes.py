@@ -13,7 +13,7 @@ from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.record import read_run
 from tests.fedssl.killed_runs import contents, killed_and_resumed
-from tests.fedssl.reports.figures import logged, predicted
+from tests.fedssl.reports.test_cost import logged, predicted
 from tests.fedssl.rounds_in_memory import train_rounds
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # networks this small are slower on several

@@ -29,15 +29,15 @@ from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.creation import alone_in
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
-from tests.fedssl.conftest import ALIGNED, tiny_values
+from tests.fedssl.conftest import ALIGNED, OWN_PART, tiny_values
 from tests.fedssl.data.data_files import full_disk, random_pixels
 from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.short_runs import SMALL, everything
-from tests.fedssl.recipe.own_part import OWN_PART
 from tests.fedssl.run_folder.test_changed_runs import without_digests
 
 pytestmark = pytest.mark.usefixtures("few_neighbours")
 SHARED = "local_update=replace aggregators=[weighted_mean]"
+AT_SITES = "'partition={name: sites, clients: 2}' 'data={name: none, image_shape: [1, 8, 8]}'"
 EVIL_PART = f"""{OWN_PART}
 
 from pathlib import Path
@@ -200,6 +200,7 @@ UNKNOWN_HOME = "begins with an unknown user's home folder"
         ("evaluate fedbyol --data name=digits,train_limit=2020-13-45", ""),
         ("evaluate fedbyol --data name=digits,name=npz", ""),
         ("cost tiny.yaml --rounds tiny.yaml/x.csv", ""),
+        (f"cost tiny.yaml engine=flower {SHARED} {AT_SITES}", "the images are at the sites, .*: name images like"),
     ],
 )
 def test_a_users_mistake_is_one_line_exit_code_2_and_leaves_nothing(command, message, fedssl, tiny_file, tmp_path):
@@ -335,14 +336,6 @@ def test_a_full_disk_under_tensorboard_is_one_line(fedssl, tiny_file, tmp_path, 
     one_line(fedssl("run", "tiny.yaml", "--output", "run"), "no space left to write run/tensorboard")
     monkeypatch.undo()
     assert RunDirectory.open(tmp_path / "run").checkpoint.round < 1
-
-
-def test_a_full_disk_under_a_table_leaves_the_old_one(fedssl, tiny_file, tmp_path):
-    (tmp_path / "rounds.csv").write_bytes(b"old")
-    with full_disk(100):
-        one_line(fedssl("cost", "tiny.yaml", "--rounds", "rounds.csv"), "no space left to write rounds.csv")
-    assert (tmp_path / "rounds.csv").read_bytes() == b"old"
-    assert not list(tmp_path.glob("*.partial"))
 
 
 # The code of a received run

@@ -25,11 +25,10 @@ from fedssl.recipe.overrides import flatten_keys, read_text, read_values, shippe
 from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.untrusted import PART_KEYS
-from tests.fedssl.conftest import ALIGNED
+from tests.fedssl.conftest import ALIGNED, OWN_PART
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.data.image_samples import save_array
 from tests.fedssl.engines.short_runs import SMALL
-from tests.fedssl.recipe.own_part import OWN_PART
 
 # `fedssl recipes`, `tables`, `presets` and `show`
 

@@ -20,7 +20,7 @@ from fedssl.reports.cost import estimate
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
-from tests.fedssl.reports.figures import logged, predicted
+from tests.fedssl.reports.test_cost import logged, predicted
 from tests.fedssl.rounds_in_memory import train_rounds
 from tests.fedssl.small_models import local_round, scalar_model, value
 

@@ -132,6 +132,8 @@ def test_none_takes_the_defaults_and_an_unknown_preset_or_data_that_are_not_ther
     assert plain.training == Recipe.model_fields["training"].default
     with pytest.raises(UserError, match="preset: 'natura' is unknown; did you mean natural"):
         load_recipe("fedbyol", ["preset=natura"])
+    with pytest.raises(UserError, match=r"^fedbyol: training\.batch_size: [^;]*$"):  # not also what follows from it
+        load_recipe("fedbyol", ["training.batch_size=two"])
     with pytest.raises(UserError, match=r"no file or folder .*name one with preset=NAME"):
         load_recipe("fedbyol", ["data={name: npz, path: /nowhere.npz}"])
     elsewhere = ["data={name: npz, path: /nowhere.npz}", "preset=natural"]

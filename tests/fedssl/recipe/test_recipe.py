@@ -19,9 +19,8 @@ from fedssl.recipe.show import describe_values, part_summary
 from fedssl.reports.evaluation import parse_data
 from fedssl.tables.table import load_table
 from fedssl.untrusted import PART_KEYS
-from tests.fedssl.conftest import ALIGNED, AVERAGED, tiny_values
+from tests.fedssl.conftest import ALIGNED, AVERAGED, OWN_PART, tiny_values
 from tests.fedssl.killed_runs import Killed, KilledIn
-from tests.fedssl.recipe.own_part import OWN_PART
 
 
 def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mappings_and_lists():
@@ -45,6 +44,10 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("regularizers.3.weight=1", ["list of 1", "'3'"]),
         ("rounds=true", ["rounds: input should be a number or a text, not true or false, got true"]),
         ("regularizers=cka_alignment", ["regularizers: expected a list"]),
+        ("architectures=resnet18", ["architectures: expected a list such as [value], got 'resnet18'"]),
+        ("model=resnet18", ["base.yaml: model: expected a mapping such as {key: value}, got 'resnet18'"]),
+        ("flower.differential_privacy=local_dp", ["flower.differential_privacy: expected a mapping such as"]),
+        ("data.name=npz", ["base.yaml: data: name=npz needs path=an .npz file"]),
         ("aggregators.0.target=friends", ["aggregators.0.target", "'untrained' or 'oracle'", "'friends'"]),
         ("objective.name=byoll", ["objective.name", ", ".join(part_names("objectives"))]),
         ("objective=3", ["objective: expected a part", "got 3"]),

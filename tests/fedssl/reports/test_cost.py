@@ -1,17 +1,21 @@
 """`fedssl cost` predicts the figures that a run then logs."""
 
 import csv
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from fedssl import training
 from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
+from fedssl.recipe.recipe import Recipe
 from fedssl.reports.cost import estimate, format_bytes, totals
+from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL, tiny_values
-from tests.fedssl.reports.figures import logged, predicted
 
 LAYER_WISE: dict[str, Any] = AVERAGED | {"rounds": 8, "schedule": {"name": "layer_wise", "rounds_per_stage": 2}}
 TWO_STAGES = LAYER_WISE | {"rounds": 4, "schedule": LAYER_WISE["schedule"] | {"layers_per_stage": 2}}
@@ -33,6 +37,30 @@ KINDS = {
     | {"architectures": ["small_vit"], "objective": LW_FEDSSL["objective"]}
     | {"schedule": TWO_STAGES["schedule"] | {"kept_layers": 1}, "client_dropout": 0.3},
 }
+
+
+#: by round, client and name
+Figures = dict[tuple[int, str, str], float]
+
+
+def logged(path: Path) -> Figures:
+    """Return the figures that a run logged of each client."""
+    names = ("bytes_down", "bytes_up", "flops", "memory")
+    rows = RunDirectory.open(path).read_metrics()
+    return {(number, who, name): value for number, who, name, value in rows if name in names and who.isdigit()}
+
+
+def predicted(recipe: Recipe) -> Figures:
+    """Return the figures that `estimate` predicts without running a step, which the parts of fedssl allow."""
+    training.STEP_COSTS.clear()  # what the run has counted is not to be taken over
+    with patch.object(training, "suppress", lambda *_: nullcontext()):
+        costs = estimate(build_federation(recipe))
+    found: Figures = {}
+    for cost in costs:
+        memory = {k: step.memory for k, step in cost.step.items()}
+        figures = {"bytes_down": cost.bytes_down, "bytes_up": cost.bytes_up, "flops": cost.flops, "memory": memory}
+        found |= {(cost.number, str(k), name): float(v) for name, values in figures.items() for k, v in values.items()}
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -126,13 +126,6 @@ def test_a_run_of_an_earlier_version_is_continued_and_holds_digests_from_then_on
             call(run)
 
 
-def test_a_run_of_an_earlier_version_whose_log_is_too_short_is_refused(run):
-    without_digests(run)
-    without_a_line(run / "metrics.csv")
-    with pytest.raises(UserError, match=r"metrics\.csv has \d+ bytes, but \d+ were committed"):
-        resume(run)
-
-
 @pytest.mark.parametrize(
     "manifest",
     [

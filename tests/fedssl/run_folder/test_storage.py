@@ -22,7 +22,6 @@ from fedssl.run_folder.record import Run, read_run
 from fedssl.run_folder.storage import (
     csv_text,
     flush_files,
-    make_folder,
     read_csv,
     read_message,
     remove_files,
@@ -93,13 +92,6 @@ def test_a_write_that_fails_keeps_the_old_file(number, message, tmp_path, monkey
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_is_below_a_file_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    for call in (make_folder, lambda path: write_atomically(path, b"")):
-        with pytest.raises(UserError, match="file/a cannot be written: Not a directory"):
-            call(tmp_path / "file" / "a")
 
 
 def test_a_message_is_read_as_it_was_written_also_by_the_library(tmp_path):

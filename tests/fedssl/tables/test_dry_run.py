@@ -94,7 +94,7 @@ def test_missing_data_is_named_and_counted_where_the_table_expects_it(table):
     assert "In all: " in text
     for override in ("data.path=nowhere.npz", "data={name: npz, path: nowhere.npz}"):
         assert "Missing for a run: there is no nowhere.npz" in listed(npz, override)
-    with pytest.raises(UserError, match="data: input should be a valid dictionary"):
+    with pytest.raises(UserError, match="data: expected a mapping such as"):
         listed(npz, "data=nowhere.npz")
 
 

@@ -13,8 +13,7 @@ from fedssl.recipe.reading import load_recipe
 from fedssl.tables.runner import table_cells
 from fedssl.tables.sweep import trials_of
 from fedssl.tables.table import cell_path, cell_recipe, load_table
-from tests.fedssl.conftest import ALIGNED, tiny_values
-from tests.fedssl.recipe.own_part import OWN_PART
+from tests.fedssl.conftest import ALIGNED, OWN_PART, tiny_values
 from tests.fedssl.reports.synthetic_runs import ROWS, make_table, table_values
 
 SEARCH = Path(__file__).parents[3] / "benchmarks" / "search_presets.yaml"
