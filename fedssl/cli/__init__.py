@@ -1,6 +1,7 @@
 """The command line: the commands of the files beside this one, and one line on stderr and exit code 2 for a mistake."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -70,6 +71,7 @@ def main() -> None:
     """Entry point of the `fedssl` command."""
     warnings.showwarning = _show_warning
     raise_ignored_interrupts()
+    sys.argv[1:] = map(_with_home, sys.argv[1:])
     try:
         app()
     except UserError as error:
@@ -83,6 +85,11 @@ def main() -> None:
         if sentence := memory_sentence(error):
             _end_with(sentence)
         raise
+
+
+def _with_home(word: str) -> str:
+    """Expand `~` in a word such as --output=~/run, which no shell does, nor in quotes."""
+    return re.sub(r"^(--[a-z-]+=)?~(?=/|\Z)", lambda found: f"{found[1] or ''}{os.path.expanduser('~')}", word)
 
 
 def _end_with(message: str) -> NoReturn:

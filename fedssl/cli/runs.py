@@ -19,7 +19,7 @@ from rich.table import Table as TextTable
 from typer import Argument, Exit, Option
 
 from ..errors import UserError
-from ..untrusted import MOST_BYTES, expand_home, printable, quoted, read_regular_file
+from ..untrusted import MOST_BYTES, printable, quoted, read_regular_file
 from .console import OptionalRecipeName, Overrides, Trust, console, print_next, print_text
 
 if TYPE_CHECKING:
@@ -96,13 +96,13 @@ def run(
                 "--resume takes neither --output nor --overwrite nor --minutes: the run continues in its own folder, "
                 "and its recipe holds its rounds (rounds=N adds more)"
             )
-        path, changes = expand_home(resume), [*([recipe] if recipe else []), *(overrides or ())]
+        path, changes = resume, [*([recipe] if recipe else []), *(overrides or ())]
         loaded = load_stored_recipe(RunDirectory.open(path), trust, resuming=True)
     else:
         if recipe is None:
             raise UserError("name a recipe (fedssl recipes lists them) or give --resume RUN")
         loaded = load_recipe(recipe, overrides or (), trust=trust)
-        path = expand_home(output or default_folder(loaded.name, loaded.seed))  # no shell does it in --output=~/run
+        path = output or default_folder(loaded.name, loaded.seed)
         if (preset := loaded.preset) != "none":
             print_text(f"Preset {preset} fills in what the recipe leaves open; `fedssl show` tells what and why.")
     if encoder is not None and path.resolve().is_relative_to(encoder.resolve()):

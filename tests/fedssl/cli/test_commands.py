@@ -295,11 +295,13 @@ def test_a_received_run_with_a_pipe_in_it_does_not_hang(file, fedssl, with_part,
 def test_a_tilde_that_no_shell_has_expanded_is_the_home_folder(fedssl, tiny_file, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert fedssl("run", "tiny.yaml", "rounds=1", "--output=~/run")[0] == 0
-    code, out, _ = fedssl("run", "--resume=~/run", "rounds=2")
-    assert (code, (tmp_path / "~").exists()) == (0, False)
-    assert f"The run is in {tmp_path / 'home' / 'run'}" in out
+    assert f"The run is in {tmp_path / 'home' / 'run'}" in fedssl("run", "--resume=~/run", "rounds=2")[1]
     one_line(fedssl("run", "tiny.yaml", "--output=~/run"), "exists: continue it with")
     assert fedssl("run", "tiny.yaml", "rounds=1", "--output=~/run", "--overwrite")[0] == 0
+    assert fedssl("report", "~/run", "--no-images", "--output=~/page.html")[0] == 0
+    assert fedssl("cost", "tiny.yaml", "rounds=1", "--rounds=~/rounds.csv")[0] == 0
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"run", "page.html", "rounds.csv"}
+    assert not (tmp_path / "~").exists()
 
 
 def test_overwrite_deletes_only_runs_that_nobody_works_on(fedssl, with_part, tiny_file, tmp_path, monkeypatch):
