@@ -256,8 +256,8 @@ def within(federation: Federation, minutes: float, began: float) -> Federation:
     """Return the federation for a run that ends about `minutes` after `began`, a time of `time.perf_counter`.
 
     The number of rounds follows from timed steps and evaluations. A central run (`local_update.keep_optimizer`) also
-    gets rounds of another length, before which evaluations count as for the recipe's; else a round is what the recipe
-    says. Shorter than a pass, each draws its images anew.
+    gets rounds of another length, and evaluations between rounds are counted as if their length stayed as it is; else a
+    round is what the recipe says. Shorter than a pass, each draws its images anew.
     """
     recipe = federation.recipe
     pace, (ends, between) = measure_pace(federation, _SECONDS_FOR_ROUNDS), _evaluation_seconds(federation)
