@@ -22,12 +22,9 @@ _PATTERNS = {
     NAME_PATTERN: "expected 1 to 200 characters on one line, without control characters",
     TEXT_PATTERN: "expected text without control characters",
 }
-_A_MAPPING = "expected a mapping such as {key: value}"
 #: texts of a message about a value of another type, whose own name classes of Python
-_TYPES = {
-    **{"model_type": _A_MAPPING, "model_attributes_type": _A_MAPPING, "dict_type": _A_MAPPING},
-    "list_type": "expected a list such as [value]",
-}
+_TYPES = dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "expected a mapping such as {key: value}")
+_TYPES["list_type"] = "expected a list such as [value]"
 
 
 class Options(BaseModel):

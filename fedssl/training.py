@@ -210,8 +210,6 @@ def train_locally(
                 batches_in_views.start(threads.idle_thread)
             if steps + 1 == last_step:
                 _log_gradient_norm(local, scaler)
-            if options.stop_at_collapse and steps in (0, last_step - 1):
-                _log_rank_kept(step, local, begins=steps == 0)
             if options.learning_rate_schedule == "warmup_cosine":  # the middle of a step: no step has the rate 0
                 _set_rates(optimizer, options, local.number, rounds, (steps + 0.5) / steps_in_round)
             scaler.step(optimizer)
@@ -228,6 +226,9 @@ def train_locally(
             local.log("loss", step.loss.detach())
             unchecked.append(loss.detach())
             local.log("total_loss", unchecked[-1])
+            if options.stop_at_collapse and steps in (1, last_step):
+                require_finite()  # before its rank, which could name neither the client nor the step
+                _log_rank_kept(step, local, begins=steps == 1)
             if len(unchecked) == steps_of_epoch:
                 require_finite()
                 unchecked.clear()

@@ -11,7 +11,6 @@ from ..accounting import StepCost
 from ..aggregators.base import PUBLIC_IMAGES
 from ..client import Client
 from ..errors import UserError
-from ..evaluation.fine_tuning import SemiSupervisedOptions
 from ..federation import Federation, build_federation
 from ..messages import Message
 from ..recipe.recipe import Recipe
@@ -228,17 +227,13 @@ def _evaluation_seconds(federation: Federation) -> tuple[float, float]:
         evaluate_after(changed, federation.new_model(0), number)
         return _since(began, federation)
 
-    def tuning(key: str, protocol: SemiSupervisedOptions, **changes: object) -> float:
-        one_epoch = protocol.model_copy(update={"epochs": 1, "warmup_epochs": 0})
-        return protocol.tuning().epochs * max(0.0, seconds(recipe.rounds, **{key: one_epoch}, **changes) - once)
-
     models, once = len(federation.client_rows) if federation.method.personal else 1, seconds(0)
     ends = 2 * once
-    if options.semi_supervised:
-        fractions = options.semi_supervised
-        ends += tuning("semi_supervised_protocol", options.semi_supervised_protocol, semi_supervised=fractions)
-    if options.fine_tune is not None:
-        ends += tuning("fine_tune", options.fine_tune)
+    for key, asked in (("semi_supervised_protocol", "semi_supervised"), ("fine_tune", "fine_tune")):
+        if getattr(options, asked):
+            protocol, changes = getattr(options, key), {asked: getattr(options, asked)}
+            changes[key] = protocol.model_copy(update={"epochs": 1, "warmup_epochs": 0})
+            ends += protocol.tuning().epochs * max(0.0, seconds(recipe.rounds, **changes) - once)
     return models * ends, models * seconds(-1) if options.every else 0.0
 
 

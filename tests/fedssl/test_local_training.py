@@ -182,6 +182,13 @@ def test_a_diverged_client_is_named_with_its_first_such_step(epochs, step, fails
         train_locally(local, method.training, [regularizer], rounds=1)
 
 
+def test_a_diverged_client_is_named_also_where_its_rank_is_looked_at(tiny):
+    training = {"local_epochs": 1, "batch_size": 8, "learning_rate": 1e30, "stop_at_collapse": True}
+    federation = build_federation(tiny(training=training))
+    with pytest.raises(UserError, match=r"client 1's loss became \S+ in round 1, step 2; .* objective byol"):
+        federation.method.client_round(federation.client(1, Message()), Message(), 1)
+
+
 @pytest.mark.parametrize("most_steps", [None, 2])
 def test_the_gradient_norm_is_that_of_the_last_step(most_steps, tiny, monkeypatch):
     federation, norms = build_federation(tiny(training={"local_epochs": 2, "batch_size": 8})), []
