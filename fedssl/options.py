@@ -157,12 +157,12 @@ def explain_errors(error: ValidationError, model: type[Options], prefix: str = "
             clauses.append(f"{path}: unknown key; {hint}allowed here are {', '.join(allowed)}")
         elif item["type"] == "missing":
             clauses.append(f"{path}: missing")
+        elif item["type"] == "value_error" and isinstance(item["input"], dict):  # of which it names what is wrong
+            clauses.append(f"{path}: {item['ctx']['error']}".removeprefix(": "))
         else:
             message = _TYPES.get(item["type"], item["msg"][0].lower() + item["msg"][1:])
             if item["type"] == "string_pattern_mismatch":
                 message = _PATTERNS.get(item["ctx"]["pattern"], message)
-            elif item["type"] == "value_error":
-                message = str(item["ctx"]["error"])
             clauses.append(f"{path}: {message}, got {shortened(item['input'])}")
     return clauses
 

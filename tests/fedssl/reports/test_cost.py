@@ -13,7 +13,7 @@ from fedssl.engines.in_process import run
 from fedssl.federation import build_federation
 from fedssl.recipe.reading import parse_recipe
 from fedssl.recipe.recipe import Recipe
-from fedssl.reports.cost import estimate, format_bytes, totals
+from fedssl.reports.cost import estimate, totals
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import ALIGNED, AVERAGED, LW_FEDSSL, tiny_values
 
@@ -100,8 +100,3 @@ def test_the_command_prints_stages_and_writes_rounds(fedssl):
     assert sum(int(row["bytes_up"]) for row in rows) == found["bytes_up"]
     assert sum(int(row["flops"]) for row in rows) == found["flops"]
     assert max(int(row["memory"]) for row in rows) == found["memory"]
-
-
-def test_bytes_are_readable():
-    found = [format_bytes(count) for count in (0, 999, 1000, 999_949, 999_950, 2.5e12)]
-    assert found == ["0.0 B", "999.0 B", "1.0 kB", "999.9 kB", "1.0 MB", "2.5 TB"]
