@@ -12,13 +12,16 @@ The round's deadline follows from the row `none`, which always runs first: twice
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -71,10 +74,77 @@ class Outcome:
     seconds: float
 
 
+class CuttableDeployment(Deployment):
+    """A deployment whose sites reach the SuperLink through a proxy, at which their connections can be cut."""
+
+    def __init__(self, folder: Path, patience: float, command: Path):
+        super().__init__(folder, patience, command)
+        self._connections: set[socket.socket] = set()
+        self._listener = _bound(0)
+        self.sites_port = self._listener.getsockname()[1]
+
+    def start_superlink(self) -> None:
+        super().start_superlink()
+        self.open()
+
+    def kill(self, name: str) -> None:
+        if name == "superlink":
+            self.cut()  # as long as nothing listens behind the proxy, nothing listens before it
+        super().kill(name)
+
+    def close(self) -> None:
+        super().close()
+        self.cut()
+
+    def open(self) -> None:
+        self._listener.listen()
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """Refuse connections, and break those that there are, until `open` is called; the port is kept."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._listener = _bound(self.sites_port)
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                outer, _ = listener.accept()
+                try:
+                    inner = socket.create_connection(("127.0.0.1", self.port))
+                except OSError:
+                    outer.close()
+                    continue
+                self._connections.add(outer)
+                for pair in ((outer, inner), (inner, outer)):
+                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                sink.sendall(data)
+        for one in (source, sink):
+            self._connections.discard(one)
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def _bound(port: int) -> socket.socket:
+    """Bound but not listening: the port is kept, and connections to it are refused."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", port))
+    return kept
+
+
 class Trial:
     """One run in which a fault happens."""
 
-    def __init__(self, deployment: Deployment, sites: int, name: str, deadline: float):
+    def __init__(self, deployment: CuttableDeployment, sites: int, name: str, deadline: float):
         self.deployment, self.sites, self.last = deployment, sites, sites - 1
         self.output = deployment.folder / f"run-{name}"
         self.recipe = _recipe(sites, {"round_seconds": deadline, "connect_seconds": LONG})
@@ -143,9 +213,9 @@ def kill_superlink(trial: Trial) -> None:
 def cut_connections(trial: Trial) -> None:
     trial.submit()
     trial.wait_until_round_2()
-    trial.deployment.proxy.cut()
+    trial.deployment.cut()
     time.sleep(CUT_SECONDS)
-    trial.deployment.proxy.open()
+    trial.deployment.open()
 
 
 def wrong_clock(trial: Trial) -> None:
@@ -156,7 +226,7 @@ def wrong_clock(trial: Trial) -> None:
     library = trial.deployment.folder / "clock_ahead.so"
     source = Path(__file__).with_name("clock_ahead.cpp")
     subprocess.run(["c++", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    trial.deployment.start_node(trial.last, before=("env", f"LD_PRELOAD={library}"))
+    trial.deployment.start_node(f"site{trial.last}", before=("env", f"LD_PRELOAD={library}"))
     poll(lambda: trial.deployment.has_ended(name), "the site with the wrong clock ends")
     trial.quote_site("does not accept")
     trial.recipe = trial.recipe.model_copy(
@@ -203,11 +273,11 @@ def _recipe(sites: int, waits: dict[str, float]) -> Recipe:
     return load_recipe("fedbyol", overrides)
 
 
-def measure_row(deployment: Deployment, sites: int, name: str, deadline: float) -> Outcome:
+def measure_row(deployment: CuttableDeployment, sites: int, name: str, deadline: float) -> Outcome:
     """Run one row. Sites that the row before has ended are started again."""
     for k in range(sites):
         if f"site{k}" not in deployment.processes or deployment.has_ended(f"site{k}"):
-            deployment.start_node(k)
+            deployment.start_node(f"site{k}")
     what, act = ROWS[name]
     trial = Trial(deployment, sites, name, deadline)
     started = time.monotonic()
@@ -308,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "clock" in names and shutil.which("c++") is None:
         parser.error("the row clock needs a C++ compiler (c++): install one, or name the other rows")
     torch.set_num_threads(1)  # as the sites have
-    deployment = Deployment(Path(tempfile.mkdtemp(prefix="site-faults-")), LONG, COMMAND)
+    deployment = CuttableDeployment(Path(tempfile.mkdtemp(prefix="site-faults-")), LONG, COMMAND)
     try:
         deployment.start_superlink()
         deployment.register(*(f"site{k}" for k in range(options.sites)))

@@ -34,6 +34,11 @@ FULL_DISK_BYTES = 2**15
 TWICE = Path(sys.argv[1]) / f"twice-{Path(os.environ[MARK]).name}"
 
 
+def cut_a_tensor(message: Message) -> None:
+    name = next(iter(message.tensors))
+    message.tensors[name] = message.tensors[name][1:]
+
+
 def send_late(message: Message) -> None:
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0)  # what ends work at the deadline
     time.sleep(left + LATE_SECONDS)
@@ -70,6 +75,7 @@ def announce_twice() -> None:
 
 if __name__ == "__main__":
     AFTER_TRAINING |= {
+        "shape": cut_a_tensor,
         "nan": weights_of(float("nan")),
         "1e30": weights_of(1e30),
         "900": weights_of(900.0),

@@ -49,8 +49,8 @@ class Sites:
         self._unanswered: dict[str, Any] = {}
         self.update_bytes = 0
 
-    def get_node_ids(self) -> list[int]:
-        return [k + 1 for k in range(len(self._federation.client_rows))]
+    def clients(self) -> dict[int, int]:
+        return {k + 1: k for k in range(len(self._federation.client_rows))}
 
     def push_messages(self, messages: list[Any]) -> list[str]:
         names = [f"message {next(self._numbers)}" for _ in messages]
@@ -66,31 +66,18 @@ class Sites:
         from flwr.app import ConfigRecord, RecordDict
         from flwr.app import Message as FlowerMessage
 
-        from fedssl.engines.flower.registration import DataForm
         from fedssl.engines.flower.wire import from_records, to_records
 
         k = message.metadata.dst_node_id - 1
         if message.metadata.message_type == "query":
-            form = DataForm.of(self._federation).model_copy(
-                update={"classes": [], "images": IMAGES_OF_A_SITE, "public": ""}
-            )
-            data = ConfigRecord(form.model_dump())
-            return FlowerMessage(RecordDict({"answer": _address(k, 0), "data": data}), reply_to=message)
+            return FlowerMessage(RecordDict({"answer": ConfigRecord({"images": IMAGES_OF_A_SITE})}), reply_to=message)
         received = from_records(message.content)
         generator = torch.Generator().manual_seed(k)
         for tensor in received.tensors.values():
             if tensor.dtype == torch.float32:
                 tensor.add_(torch.rand(tensor.shape, generator=generator), alpha=1e-3)
         self.update_bytes = sum(t.numel() * t.element_size() for t in received.tensors.values())
-        content = to_records(Message(received.tensors, {"samples": IMAGES_OF_A_SITE}))
-        content["answer"] = ConfigRecord({"client": k, "round": message.content["task"]["round"]})
-        return FlowerMessage(content, reply_to=message)
-
-
-def _address(client: int, number: int) -> Any:
-    from flwr.app import ConfigRecord
-
-    return ConfigRecord({"client": client, "round": number})
+        return FlowerMessage(to_records(Message(received.tensors, {"samples": IMAGES_OF_A_SITE})), reply_to=message)
 
 
 class PeakOfOwnMemory:
@@ -140,8 +127,7 @@ def measure_row(sites: int, architecture: str, transport: str) -> dict[str, floa
     with tempfile.TemporaryDirectory(dir=_place_of_runs()) as folder:
         directory = RunDirectory.create(Path(folder) / "run", first_files(federation) | {SITES_RUN: "run"})
         grid = Sites(federation)
-        messenger = Messenger(grid)
-        connected = ConnectedClients(messenger, federation, Observer(), "run")
+        connected = ConnectedClients(Messenger(grid), grid.clients, federation, Observer(), "run")
         connected.require_enough()
         clients = FlowerClients(connected, federation, directory, Observer())
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew

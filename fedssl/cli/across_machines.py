@@ -95,7 +95,7 @@ def register(
     It prints who is in and connected, who is new, who is out and which keys it refuses, by site.
     """
     from ..deploy.consortium import load_server
-    from ..engines.flower.site_keys import SITES
+    from ..engines.flower.site_files import SITES
 
     keys = flower_module("deploy.registered_keys")
     address = load_server(folder).superlink
@@ -140,7 +140,8 @@ def supernode(
     site: Annotated[
         Path,
         Argument(
-            metavar="SITE", help="YAML file of the site, with the keys client, data, architecture, device and state."
+            metavar="SITE",
+            help="YAML file of the site: state, data, architecture, device, approved_apps.",
         ),
     ],
     superlink: Annotated[str, Option(help="Address of the SuperLink, as host:port.")],

@@ -25,7 +25,7 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.run import Run
 from flwr.supernode import start_client_internal
 
-from ..engines.flower.site_options import load_site
+from ..engines.flower.site_files import load_site
 from ..errors import UserError, installed_distribution
 from ..run_folder.creation import default_folder
 from ..run_folder.storage import make_folder, write_atomically

@@ -4,6 +4,7 @@ Everything can be written again at any time: what is missing is added, and what 
 private key itself, by ssh-keygen: it then sends the public key, which the coordinator answers.
 """
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import yaml
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from ..engines.flower.site_keys import MANIFEST, SITES, key_fingerprint
+from ..engines.flower.site_files import MANIFEST, SITES, key_fingerprint, read_manifest
 from ..errors import UserError
 from ..run_folder.storage import write_atomically, writing
 from ..templates import fill_template
@@ -49,8 +50,7 @@ def provision(consortium: Consortium, folder: Path, keys_at_sites: bool) -> list
     done = _prepare_server(consortium, server, authority)
     for client in range(len(consortium.sites)):
         done += _prepare_site(consortium, client, folder, authority, keys_at_sites)
-    _write_text(authority_folder / "sites.txt", "".join(f"{site}\n" for site in consortium.sites))
-    _write_lists(folder)
+    _write_lists(folder, consortium.sites)
     return done
 
 
@@ -75,7 +75,7 @@ def answer_request(request: Path, folder: Path) -> list[str]:
             "add the site to the consortium's file and call fedssl provision first"
         )
     public = server / SITES / f"{name}.pub"
-    registered = _registered(folder)
+    registered = _registered(folder, sites)
     if registered.get(name, key) != key:
         raise UserError(
             f"{name} already has the key {key_fingerprint(registered[name])}, but {request} holds "
@@ -90,9 +90,8 @@ def answer_request(request: Path, folder: Path) -> list[str]:
                 f"the key in {request} was revoked ({revoked}): the site must move its site.key away and "
                 "make a new one, see its STEPS.md"
             )
-    _make_private_folder(public.parent)
     _write_text(public, keys.public_text(key))
-    _write_lists(folder)
+    _write_lists(folder, sites)
     return [
         f"{name}: its key is {key_fingerprint(key)}; compare this with the site by telephone",
         f"copy {server / SITES} to the server, and call fedssl provision register SERVER-FOLDER there if it runs",
@@ -107,12 +106,13 @@ def revoke(name: str, folder: Path) -> list[str]:
     """
     server = folder / "server"
     public = server / SITES / f"{name}.pub"
-    if name not in _known_sites(folder) or not public.exists():
+    sites = _known_sites(folder)
+    if name not in sites or not public.exists():
         registered = ", ".join(sorted(path.stem for path in (server / SITES).glob("*.pub")))
         raise UserError(f"no site {name!r} has a key in {folder}: sites with a key are {registered or 'none'}")
     _make_private_folder(server / REVOKED)
     public.rename(server / REVOKED / f"{name}-{len(_revoked(server, name)) + 1}.pub")
-    _write_lists(folder)
+    _write_lists(folder, sites)
     return [
         f"{name}: its key is no longer in {server / SITES}",
         f"at the server, replace sites/ by {server / SITES} (or delete {name}.pub there and copy {MANIFEST}), and call "
@@ -168,7 +168,7 @@ def _prepare_site(
     _make_private_folder(site)
     _write_authority_certificate(site / "ca.crt", authority)
     if not (site / "site.yaml").exists():  # the site may have changed it
-        _fill(site / "site.yaml", "site.yaml", site=name, client=client)
+        _fill(site / "site.yaml", "site.yaml", site=name)
     unit = _write_unit(site, consortium, name, f"{name} in {consortium.name} (fedssl)")
     about = {"consortium": consortium.name, "site": name, "server": consortium.server}
     _fill(site / "STEPS.md", "site_steps.md", **about, unit=unit, has_key=has_key or public.exists())
@@ -198,9 +198,9 @@ def _write_authority_certificate(path: Path, authority: Authority) -> None:
     _write_text(path, data.decode())
 
 
-def _registered(folder: Path) -> dict[str, PublicKey]:
+def _registered(folder: Path, sites: Sequence[str]) -> dict[str, PublicKey]:
     """Return the keys of the sites that have one, in the order of their client numbers."""
-    paths = {name: folder / "server" / SITES / f"{name}.pub" for name in _known_sites(folder)}
+    paths = {name: folder / "server" / SITES / f"{name}.pub" for name in sites}
     return {name: keys.read_public(path) for name, path in paths.items() if path.exists()}
 
 
@@ -209,12 +209,11 @@ def _revoked(server: Path, name: str) -> list[Path]:
     return [path for path in server.glob(f"{REVOKED}/{name}-*.pub") if path.stem.rpartition("-")[0] == name]
 
 
-def _write_lists(folder: Path) -> None:
+def _write_lists(folder: Path, sites: Sequence[str]) -> None:
     """Write the sites' keys into the page for telephone calls, and into the manifest that the server obeys."""
     certificate = certificates.read_certificate(folder / "authority" / "ca.crt")
-    fingerprints = {name: key_fingerprint(key) for name, key in _registered(folder).items()}
-    sites = {name: fingerprints.get(name) for name in _known_sites(folder)}
-    manifest = yaml.safe_dump({"sites": sites}, sort_keys=False)
+    fingerprints = {name: key_fingerprint(key) for name, key in _registered(folder, sites).items()}
+    manifest = yaml.safe_dump({"sites": {name: fingerprints.get(name) for name in sites}}, sort_keys=False)
     about = "# Written by fedssl provision: the sites in the order of their client numbers, from 0, with their keys.\n"
     _write_text(folder / "server" / SITES / MANIFEST, about + manifest)
     name = certificate.subject.rfc4514_string().removeprefix("CN=")
@@ -230,8 +229,8 @@ def _known_sites(folder: Path) -> list[str]:
             f"{authority} is missing: bring the authority's folder back from where it is kept; a new authority would "
             "lock out the sites, which trust the old one"
         )
-    path = authority / "sites.txt"
-    return keys.read_file(path, "the list of sites").decode(errors="replace").split() if path.exists() else []
+    path = folder / "server" / SITES / MANIFEST
+    return list(read_manifest(path).sites) if path.exists() else []
 
 
 def _fill(path: Path, template: str, **values: object) -> None:

@@ -10,8 +10,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from ..engines.flower.site_keys import MANIFEST, SITES, VARIABLE
-from ..engines.flower.site_options import load_site
+from ..engines.flower.site_files import MANIFEST, SITES, VARIABLE, load_site
 from ..errors import UserError
 from ..run_folder.creation import alone_in
 from ..untrusted import expand_home, printable

@@ -18,7 +18,7 @@ from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from ..engines.flower.site_keys import MANIFEST, key_fingerprint, read_manifest
+from ..engines.flower.site_files import MANIFEST, key_fingerprint, read_manifest
 from ..errors import UserError
 from ..run_folder.storage import write_atomically
 from .keys import read_public, require_own

@@ -15,7 +15,7 @@ from ..federation import Federation, build_federation
 from ..messages import Message
 from ..recipe.recipe import Recipe
 from ..training import SMALLEST_RATE, steps_of_round
-from .durations import format_duration
+from .progress import format_duration
 from .rounds import evaluate_after
 
 #: for which steps are timed before a run, and where its number of rounds follows from them

@@ -14,10 +14,16 @@ from rich.text import Text
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import MetricRow
 from ..untrusted import printable
-from .durations import format_duration
 from .observers import Observer
 
 _LAST_ROUNDS = 5  # that the time left follows from: a schedule's later stages may take longer than its first
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in its largest fitting unit: "45 s", "12 min" or "3.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class ProgressBars(Observer):

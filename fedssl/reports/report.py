@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from ..data.files import notify
-from ..engines.durations import format_duration
+from ..engines.progress import format_duration
 from ..errors import UserError
 from ..evaluation.metrics import EVALUATED, METRICS, format_values, is_measure, metric_title
 from ..evaluation.verdict import verdict

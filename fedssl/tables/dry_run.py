@@ -18,8 +18,8 @@ from ..data.images import _class_names, _listed_splits, _of_several_folders, _sp
 from ..data.options import SOURCES, DataOptions
 from ..data.splits import LabelledImages
 from ..data.summary import summarise
-from ..engines.durations import format_duration
 from ..engines.pace import SECONDS, measure_pace
+from ..engines.progress import format_duration
 from ..errors import UserError
 from ..evaluation.evaluate import EvaluationOptions
 from ..evaluation.metrics import short_title

@@ -20,8 +20,8 @@ from ..data.datasets import load_dataset
 from ..data.digests import data_digests
 from ..data.partitions import deal
 from ..engines import engine_of
-from ..engines.durations import format_duration
 from ..engines.observers import Observer
+from ..engines.progress import format_duration
 from ..engines.workers import end_with_parent, worker_pool
 from ..errors import UserError, memory_sentence
 from ..export.encoder_folder import export_encoder, is_encoder_folder

@@ -3,9 +3,12 @@
 A site says in its log what it received, trained and sent, and why it takes no part.
 """
 
+import errno
 import functools
+import secrets
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,19 +23,18 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from fedkernels import __version__
 
-from ...errors import SendableError, UserError
+from ...errors import SendableError, UserError, memory_sentence
 from ...federation import Federation
 from ...messages import Message
 from ...recipe.reading import load_recipe
 from ...recipe.recipe import FlowerOptions
 from ...untrusted import listed, printable
 from ..rounds import evaluate_after
-from .failures import failure_reason
 from .messenger import MOST_REASONS, config_of, one_line
 from .privacy import private_answer
-from .registration import DataForm
+from .registration import DataForm, counts_are_private
 from .site import SiteStates, site_federation
-from .site_options import load_site
+from .site_files import load_site
 from .wire import add_evaluation, from_records, to_records
 
 #: what tensors are, by the first part of their names
@@ -49,7 +51,7 @@ class Site:
 
     Attributes:
         federation: as the site sees it.
-        client: the site's number.
+        client: the number that the server has registered its key for.
         states: the client's states by the run's name.
         log: takes a line for the site's log.
     """
@@ -60,10 +62,10 @@ class Site:
     log: Callable[[str], None]
 
 
-def make_client_app(recipe_file: Path, simulated: Callable[[Mapping[str, Any]], Site] | None = None) -> ClientApp:
+def make_client_app(recipe_file: Path, simulated: Callable[[int], Site] | None = None) -> ClientApp:
     """Return the ClientApp. A node's config names the site's file as `site`.
 
-    In a simulation `simulated` returns a site by its node's config, and `recipe_file` is that of the run's folder.
+    In a simulation `simulated` returns a client's site, and `recipe_file` is that of the run's folder.
     """
     app = ClientApp()
     log = (lambda text: None) if simulated else _print_line
@@ -72,8 +74,8 @@ def make_client_app(recipe_file: Path, simulated: Callable[[Mapping[str, Any]], 
         task: Any = message.content["task"]
 
         def do_work() -> RecordDict:
-            config = context.node_config
-            site = simulated(config) if simulated else _site_from_file(recipe_file, config)
+            k = task["client"]
+            site = simulated(k) if simulated else _site_from_file(recipe_file, context.node_config, k)
             return work(site, task, message.content)
 
         try:
@@ -89,8 +91,8 @@ def make_client_app(recipe_file: Path, simulated: Callable[[Mapping[str, Any]], 
             if simulated and not isinstance(error, UserError):
                 raise
             # a simulated site is the server's own
-            reason = str(error) if simulated else failure_reason(error, _occasion(task), log)
-            content = RecordDict({"failure": ConfigRecord({"reason": reason} | _client_of(context.node_config))})
+            reason = str(error) if simulated else _failure_reason(error, _occasion(task), log)
+            content = RecordDict({"failure": ConfigRecord({"reason": reason})})
         return FlowerMessage(content, reply_to=message)
 
     app.query()(functools.partial(answer, _register))
@@ -99,7 +101,7 @@ def make_client_app(recipe_file: Path, simulated: Callable[[Mapping[str, Any]], 
     return app
 
 
-def _site_from_file(recipe_file: Path, node_config: Mapping[str, Any]) -> Site:
+def _site_from_file(recipe_file: Path, node_config: Mapping[str, Any], client: int) -> Site:
     path = node_config.get("site")
     if not path:
         raise UserError(
@@ -107,41 +109,27 @@ def _site_from_file(recipe_file: Path, node_config: Mapping[str, Any]) -> Site:
             "--node-config 'site=\"/path/site.yaml\"'"
         )
     options = load_site(str(path))
-    federation = site_federation(load_recipe(recipe_file, trust=True), options)
-    return Site(federation, options.client, functools.partial(SiteStates.of_run, options), _print_line)
-
-
-def _client_of(node_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the client's number for an answer that gives none; empty where the site's file cannot be read."""
-    try:
-        return {"client": load_site(str(node_config["site"])).client}
-    except (KeyError, UserError):
-        return {}
+    federation = site_federation(load_recipe(recipe_file, trust=True), options, client)
+    return Site(federation, client, functools.partial(SiteStates.of_run, options, client), _print_line)
 
 
 def _register(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
     if task["version"] != __version__:
         problem = f"it runs fedssl {__version__}, but the server runs fedssl {task['version']}"
         raise SendableError(f"{problem}: install the same version everywhere")
-    if (expected := task.get("client", site.client)) != site.client:
-        problem = (
-            f"its site file names client {site.client}, but the server has registered its key for client {expected}: "
-            f"set client: {expected} in the site's file, or use the key of the site that is client {site.client}"
-        )
-        raise SendableError(problem)
-    form = DataForm.of(site.federation, site.client)
-    if fault := form.misfit(DataForm.model_validate(config_of(content, "expected"))):
-        raise SendableError(fault)  # it tells what the site sends when it connects
+    form = DataForm.of(site.federation)
+    if fault := form.misfit(DataForm(**config_of(content, "expected"))):
+        raise SendableError(fault)
     shape = " x ".join(map(str, form.shape))
     count = len(site.federation.client_rows[site.client])
-    told = "this size and number" if form.images else "this size"
+    private = counts_are_private(site.federation.recipe.flower)
+    told = "no number" if private else "their number"
     site.log(f"joins run {task['run']} as client {site.client}: its {count:,} images of {shape} fit; sends {told}")
-    answer = ConfigRecord({"client": site.client, "round": 0})
-    return RecordDict({"answer": answer, "data": ConfigRecord(form.model_dump())})
+    return RecordDict({"answer": ConfigRecord({"images": 0 if private else count})})
 
 
 def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
-    number, start = _round_of(site, task)
+    number, start = _round_of(task)
     states, received = site.states(task["run"]), from_records(content)
     for reason in task["left_out"][:MOST_REASONS]:
         site.log(f"was left out of {one_line(reason)}")
@@ -154,29 +142,57 @@ def _train(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDi
         site.log(f"trained {_occasion(task)} on {count:,} images: loss {reply.metrics['loss']:.4g}")
     state = site.federation.client_state(client, number)
     states.store(number, state, task.get("kept", []))
-    return _to_answer(reply, site, number, state if task["evaluate"] else None)
+    return _to_records(reply, site, number, state if task["evaluate"] else None)
 
 
 def _evaluate(site: Site, task: Mapping[str, Any], content: RecordDict) -> RecordDict:
-    number, start = _round_of(site, task)
+    number, start = _round_of(task)
     states = site.states(task["run"])
     states.require_same_data(site.federation, start)
-    return _to_answer(Message(), site, number, states.load(start))
+    return _to_records(Message(), site, number, states.load(start))
 
 
-def _round_of(site: Site, task: Mapping[str, Any]) -> tuple[int, int | None]:
+def _round_of(task: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return the task's round and the one whose state it starts from; None where the client has not taken part yet."""
-    if task["client"] != site.client:
-        raise SendableError(f"it is client {site.client}, but it got a message for client {task['client']}")
     return int(task["round"]), int(task["start"]) if task["start"] >= 0 else None
 
 
-def _to_answer(reply: Message, site: Site, number: int, evaluated: Message | None) -> RecordDict:
+def _to_records(reply: Message, site: Site, number: int, evaluated: Message | None) -> RecordDict:
     """Return the records of a reply, with an evaluation of the client's model in the state `evaluated` if given."""
     if evaluated is not None:
         model = site.federation.client(site.client, evaluated).model
         add_evaluation(reply, *evaluate_after(site.federation, model, number))
-    return RecordDict({**to_records(reply), "answer": ConfigRecord({"client": site.client, "round": number})})
+    return to_records(reply)
+
+
+def _failure_reason(error: Exception, occasion: str, log: Callable[[str], None]) -> str:
+    """Return the line that the server gets about an exception on an occasion, and log the whole of it at the site.
+
+    An exception's text can hold a path that names a patient, a class that is a missing key, a value that pydantic
+    refuses. So a text leaves the site only where its type says that it may (`SendableError`). Of all others the server
+    gets a kind and a number, and the site's own log has the text under that number.
+    """
+    if isinstance(error, SendableError):
+        log(f"takes no part in {occasion}: {error}")
+        return str(error)
+    number = secrets.token_hex(4)
+    lines = [str(error)] if isinstance(error, UserError) else "".join(traceback.format_exception(error)).splitlines()
+    for line in lines:
+        log(f"takes no part in {occasion}, failure {number}: {line}")
+    return f"{_kind(error)}; its own log has the reason as failure {number}"
+
+
+def _kind(error: Exception) -> str:
+    cause = error.__cause__ if isinstance(error, UserError) else error  # such as a full disk
+    if cause and memory_sentence(cause):
+        return "it ran out of memory"
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "no space left on its disk"
+    if isinstance(error, UserError):
+        return "its data, settings or state cannot be used"
+    if isinstance(error, OSError):
+        return "a file of it cannot be read or written"
+    return f"its code failed with {type(error).__name__}"
 
 
 def _print_line(text: str) -> None:

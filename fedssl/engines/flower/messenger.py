@@ -133,7 +133,7 @@ class ArrivingAnswer:
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """One node's answer: its records, or one line that says why there are none, perhaps with its client's number.
+    """One node's answer: its records, or one line that says why there are none.
 
     `after` is how many seconds it was waited for.
     """
@@ -141,7 +141,6 @@ class NodeAnswer:
     node: int
     content: RecordDict | None = None
     failure: str | None = None
-    client: Any = None
     after: float = 0.0
 
 
@@ -199,8 +198,7 @@ class Messenger:
                 reason = _SUPERLINK_REASONS.get(code, f"its app failed: {reason}")
             return NodeAnswer(node, failure=reason)
         if "failure" in reply.content:
-            failure = config_of(reply.content, "failure")
-            return NodeAnswer(node, failure=one_line(str(failure.get("reason"))), client=failure.get("client"))
+            return NodeAnswer(node, failure=one_line(str(config_of(reply.content, "failure").get("reason"))))
         return NodeAnswer(node, reply.content)
 
 

@@ -39,14 +39,13 @@ def private_answer(
     """
 
     def answer() -> RecordDict:
-        records = train()
-        reply = from_records(records)
+        reply = from_records(train())
         if options.differential_privacy is not None:
             reply = _clipped_reply(options.differential_privacy, from_records(message.content).tensors, reply)
         # memory and flops are those of the first step, which do not depend on its images
         metrics = {name: value for name, value in reply.metrics.items() if name in ("memory", "flops")}
         kept = dataclasses.replace(reply, numbers={"samples": reply.numbers["samples"]}, metrics=metrics)
-        return RecordDict({**to_records(kept), "answer": records["answer"]})
+        return to_records(kept)
 
     if options.secure_aggregation is None:
         return answer()

@@ -1,20 +1,17 @@
-"""Register nodes as clients: ask every new node which client it is, and compare its data with the server's.
+"""Register nodes as clients: tell every new node which client it is, and ask whether its images fit the server's.
 
-A node is a connection of Flower's with an id of its own. A site that is started again has a new one, or with a
-registered key the one that it had.
+A node is a connection of Flower's with an id of its own. A site that is started again has the one that it had, as its
+key is registered.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 from flwr.app import ConfigRecord, RecordDict
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedkernels import __version__
 
@@ -25,43 +22,43 @@ from ...recipe.rules import public_image_users
 from ...untrusted import listed
 from ..observers import Observer
 from .messenger import LARGEST_WITHOUT_WEIGHTS, Messenger, NodeAnswer, config_of, growing_pauses
-from .site_keys import VARIABLE, bound_clients, read_manifest
 
 _REGISTRATION_SECONDS = 5.0  # that a round waits for a node that has just connected, where it lacks a client
 _ASK_AGAIN_SECONDS = 30.0
+_MOST_IMAGES = 10**9  # of a client
 
 
-class DataForm(BaseModel):
-    """The form of a site's images, as it registers them; it holds nothing that the run does not need."""
+@dataclass(frozen=True)
+class DataForm:
+    """The form that the sites' images must have; it holds nothing that the run does not need.
 
-    model_config = ConfigDict(strict=True)
+    Attributes:
+        shape: channels, height and width.
+        classes: in their order; empty where nothing trains on labels.
+        public: equal at two sites only if their public images are; empty where the run uses none.
+    """
 
-    shape: list[int] = Field(min_length=3, max_length=3, description="channels, height and width")
-    classes: list[str] = Field(max_length=100_000, description="in their order; empty where nothing trains on labels")
-    images: int = Field(ge=0, le=10**9, description="training images; 0 where the site does not say how many")
-    public: str = Field(description="equal at two sites only if their public images are; empty where the run uses none")
+    shape: list[int]
+    classes: list[str]
+    public: str
 
     @classmethod
-    def of(cls, federation: Federation, client: int | None = None) -> DataForm:
-        """Return the form of a federation's images, and how many a client has, if given.
-
-        Under differential privacy or secure aggregation a client does not say how many it has.
-        """
+    def of(cls, federation: Federation) -> DataForm:
+        """Return the form of a federation's images."""
         recipe, dataset = federation.recipe, federation.dataset
         public = dataset.public_images if public_image_users(recipe) else None
         digest = hashlib.sha256()
         if public is not None:
             digest.update(str(list(public.shape)).encode())
             digest.update(public.contiguous().numpy().tobytes())
-        return cls.model_construct(  # the server validates it
+        return cls(
             shape=list(dataset.train_images.shape[1:]),
             classes=list(dataset.class_names) if recipe.objective.needs_labels else [],
-            images=0 if client is None or _is_private(recipe.flower) else len(federation.client_rows[client]),
             public="" if public is None else digest.hexdigest()[:32],
         )
 
     def misfit(self, expected: DataForm) -> str | None:
-        """Return why images of this form do not fit the server's, to follow the site's name; None where they do."""
+        """Return why a site's images of this form do not fit the server's; None where they do."""
         if self.shape != expected.shape:
             own, wanted = (" x ".join(map(str, shape)) for shape in (self.shape, expected.shape))
             channels = [f"channels: {expected.shape[0]}"] if self.shape[0] != expected.shape[0] else []
@@ -79,7 +76,7 @@ class DataForm(BaseModel):
         return None
 
 
-def _is_private(options: FlowerOptions) -> bool:
+def counts_are_private(options: FlowerOptions) -> bool:
     """Return whether clients do not say how many images they have."""
     return options.differential_privacy is not None or options.secure_aggregation is not None
 
@@ -94,8 +91,16 @@ class ConnectedClients:
         images: the number of training images of each client that has stated it.
     """
 
-    def __init__(self, messenger: Messenger, federation: Federation, progress: Observer, run: str):
-        self.messenger, self.run = messenger, run
+    def __init__(
+        self,
+        messenger: Messenger,
+        look: Callable[[], Mapping[int, int | str]],
+        federation: Federation,
+        progress: Observer,
+        run: str,
+    ):
+        """Connect no client yet; `look` returns the nodes that are there, each with its client or why it has none."""
+        self.messenger, self._look, self.run = messenger, look, run
         self.nodes: dict[int, int] = {}
         self.images: dict[int, int] = {}
         self._federation, self._progress = federation, progress
@@ -103,21 +108,17 @@ class ConnectedClients:
         self._waiting: dict[str, int] = {}  # nodes that have not answered yet, by the message that asks them
         self._ask_at: dict[int, float] = {}  # when to ask a node that is not registered by then
         self._expected = DataForm.of(federation)
-        # it binds the sites' keys to clients' numbers; without keys there is none
-        self._manifest = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
-        self._bound: dict[int, int] = {}  # by node, the client that its key is registered for
-        self._left_out: dict[int, tuple[int | None, str]] = {}  # the client, if known, and the reason, by node
+        self._client_of: dict[int, int] = {}  # of the nodes that were asked
+        self._left_out: dict[int, str] = {}  # the reason, by node
 
     def require_enough(self) -> None:
         """Wait for all clients before a run begins; raise UserError if too few connect in time whose data fit."""
-        if self._manifest is not None:
-            read_manifest(self._manifest)  # one that is missing or wrong is told before anyone is asked
         clients = len(self._federation.client_rows)
         self._wait(set(range(clients)), self._options.connect_seconds)
         missing = sorted(set(range(clients)) - self.nodes.keys())
         least = self._federation.recipe.guard.minimum_answers
         if len(self.nodes) < least:
-            reasons = [f"node {node} is left out: {reason}" for node, (_, reason) in sorted(self._left_out.items())]
+            reasons = [f"node {node} is left out: {reason}" for node, reason in sorted(self._left_out.items())]
             problem = (
                 f"{len(self.nodes)} of {clients} clients are connected after {self._options.connect_seconds:g} s "
                 f"(flower.connect_seconds), but guard.minimum_answers is {least}; not connected: "
@@ -133,7 +134,7 @@ class ConnectedClients:
         return self._reason(client) or "it is not connected"
 
     def _reason(self, client: int) -> str | None:
-        return next((reason for other, reason in self._left_out.values() if other == client), None)
+        return next((reason for node, reason in self._left_out.items() if self._client_of.get(node) == client), None)
 
     def wait_for(self, clients: set[int]) -> None:
         """Wait for the clients of a round, but only until guard.minimum_answers of them are connected."""
@@ -152,14 +153,14 @@ class ConnectedClients:
             time.sleep(next(pauses))
 
     def _ask_new_nodes(self) -> bool:
-        """Ask nodes which client they are; return whether any is asked for the first time."""
-        connected = set(self.messenger.grid.get_node_ids())  # those that the SuperLink has heard of lately
-        self.nodes = {k: node for k, node in self.nodes.items() if node in connected}
-        self._ask_at = {node: at for node, at in self._ask_at.items() if node in connected}
-        self._left_out = {node: reason for node, reason in self._left_out.items() if node in connected}
+        """Ask nodes for their clients' images; return whether any is asked for the first time."""
+        found, clients = self._look(), len(self._federation.client_rows)  # those that the SuperLink has heard of lately
+        self.nodes = {k: node for k, node in self.nodes.items() if node in found}
+        self._ask_at = {node: at for node, at in self._ask_at.items() if node in found}
+        self._left_out = {node: reason for node, reason in self._left_out.items() if node in found}
         known = set(self.nodes.values())
         self._waiting = {message: node for message, node in self._waiting.items() if node not in known}
-        due = [node for node in connected - known if time.monotonic() >= self._ask_at.get(node, 0.0)]
+        due = [node for node in found if node not in known and time.monotonic() >= self._ask_at.get(node, 0.0)]
         if not due:
             return False
         first_time = any(node not in self._ask_at for node in due)
@@ -167,19 +168,17 @@ class ConnectedClients:
         later = time.monotonic() + max(_ASK_AGAIN_SECONDS, self._options.connect_seconds)
         asked = set(self._waiting.values())
         self._ask_at |= {node: float("inf") if node in asked else later for node in due}
-        bound: Mapping[int, int | str | None] = dict.fromkeys(due)
-        if self._manifest is not None:
-            bound = bound_clients(self.messenger.grid, self._manifest)
-        contents, expected = {}, ConfigRecord(self._expected.model_dump())
+        contents, expected = {}, ConfigRecord(asdict(self._expected))
         for node in due:
-            question: dict[str, Any] = {"run": self.run, "version": __version__}
-            client = bound.get(node, "it is no longer connected")
-            if isinstance(client, str):
-                self._leave_out(node, client)
-                continue
-            if client is not None:
-                self._bound[node] = question["client"] = client  # so that an honest site tells its own log
-            contents[node] = RecordDict({"task": ConfigRecord(question), "expected": expected})
+            k = found[node]
+            if isinstance(k, str):
+                self._leave_out(node, k)
+            elif k >= clients:
+                self._leave_out(node, f"its key is that of client {k}, but the recipe has partition.clients={clients}")
+            else:
+                self._client_of[node] = k
+                task = ConfigRecord({"run": self.run, "version": __version__, "client": k})
+                contents[node] = RecordDict({"task": task, "expected": expected})
         seconds = self._options.connect_seconds + self._options.round_seconds  # the next look may be a round later
         if contents:
             self._waiting |= self.messenger.send("query", contents, 0, seconds)
@@ -187,49 +186,29 @@ class ConnectedClients:
 
     def _register(self, answer: NodeAnswer) -> None:
         """Register a node's client as connected, or warn why it is left out."""
-        content, bound, clients = answer.content, self._bound.get(answer.node), len(self._federation.client_rows)
-        k = answer.client if bound is None else bound
-        if content is not None:
-            k = config_of(content, "answer").get("client")
-        is_client = type(k) is int and 0 <= k < clients
-        if content is None:
-            failure = str(answer.failure)
-        elif not is_client:
-            failure = f"its client number is invalid: expected 0 to {clients - 1}, got {str(k)[:100]}"
-        elif bound not in (None, k):
-            failure = f"it answers as client {k}, but its key is registered for client {bound}"
-        elif self.nodes.get(k, answer.node) != answer.node:
-            failure = (
-                f"its site file names client {k}, but node {self.nodes[k]} is already client {k}: "
-                "give each site a client number of its own"
-            )
-        elif (fault := self._data_fault(k, content)) is not None:
-            failure = fault
+        k = self._client_of[answer.node]
+        if answer.content is None:
+            self._leave_out(answer.node, str(answer.failure))
+        elif fault := self._images_fault(k, config_of(answer.content, "answer").get("images")):
+            self._leave_out(answer.node, fault)
         else:
             self.nodes[k] = answer.node
             self._left_out.pop(answer.node, None)
-            return
-        self._leave_out(answer.node, failure, k if is_client and k not in self.nodes else None)
 
-    def _leave_out(self, node: int, failure: str, client: int | None = None) -> None:
+    def _leave_out(self, node: int, failure: str) -> None:
         self._ask_at[node] = time.monotonic() + _ASK_AGAIN_SECONDS
-        if self._left_out.get(node) != (client, failure):  # it is asked again and again
-            self._left_out[node] = (client, failure)
+        if self._left_out.get(node) != failure:  # it is asked again and again
+            self._left_out[node] = failure
             self._progress.warn(f"node {node} is left out: {failure}")
 
-    def _data_fault(self, client: int, content: RecordDict) -> str | None:
-        """Return why a client's images leave it out, if they do; an honest site has found that itself."""
-        try:
-            form = DataForm.model_validate(config_of(content, "data"))
-        except ValidationError:
-            return "it does not describe its images: expected valid shape, classes, public and images"
-        if fault := form.misfit(self._expected):
-            return fault
-        if not (form.images or _is_private(self._options)):
-            return "it states no images: expected at least 1"
-        before = self.images.pop(client, form.images)
-        if form.images != before:
-            self._progress.warn(f"client {client} states {form.images} images, and {before} when it connected before")
-        if form.images:
-            self.images[client] = form.images
+    def _images_fault(self, client: int, images: object) -> str | None:
+        """Note how many training images a client states; return why that leaves it out, if it does."""
+        private = counts_are_private(self._options)
+        if type(images) is not int or not (images == 0 if private else 0 < images <= _MOST_IMAGES):
+            return f"it states {str(images)[:20]} images: expected {'none' if private else f'1 to {_MOST_IMAGES}'}"
+        before = self.images.pop(client, images)
+        if images != before:
+            self._progress.warn(f"client {client} states {images} images, and {before} when it connected before")
+        if images:
+            self.images[client] = images
         return None

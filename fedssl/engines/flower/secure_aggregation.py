@@ -68,8 +68,6 @@ def masked_answer(
     Raises:
         UserError: raised by `answer`; weights are not finite or beyond clipping_range.
     """
-    task: Any = message.content["task"]
-    address = ConfigRecord({"client": task["client"], "round": task["round"]})
     metrics: dict[str, float] = {}
 
     def call_next(inner: FlowerMessage, context: Context) -> FlowerMessage:
@@ -85,7 +83,7 @@ def masked_answer(
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
 
     if unreadable := _unreadable(message, context):
-        return RecordDict({_UNREADABLE: ConfigRecord({"nodes": unreadable}), "answer": address})
+        return RecordDict({_UNREADABLE: ConfigRecord({"nodes": unreadable})})
     with numpy_seeded_by_system():
         masked = secaggplus_mod(message, context, call_next)
     configs: Any = masked.content[RECORD_KEY_CONFIGS]  # the rest of it holds the number of samples
@@ -93,11 +91,8 @@ def masked_answer(
         # integers below 2^32 as Flower has them in int64; as a tensor they are sent in pieces
         arrays = [bytes_to_ndarray(data) for data in configs[Key.MASKED_PARAMETERS]]
         integers = np.concatenate(arrays).astype(np.uint32).view(np.int32)
-        records = to_records(Message({_MASKED: torch.from_numpy(integers)}, metrics=metrics))
-    else:
-        records = RecordDict({RECORD_KEY_CONFIGS: configs})
-    records["answer"] = address
-    return records
+        return to_records(Message({_MASKED: torch.from_numpy(integers)}, metrics=metrics))
+    return RecordDict({RECORD_KEY_CONFIGS: configs})
 
 
 def _unreadable(message: FlowerMessage, context: Context) -> list[int]:

@@ -1,14 +1,14 @@
 """The server's side of the Flower engine: reach clients by Flower's messages, and make the ServerApp of a deployment.
 
-A message to a client holds the record `task` and, in a round, the method's message (wire.py):
+A message to a client holds the record `task`, which names the client, and in a round the method's message (wire.py):
 
-    query     which client are you?                 run, version
+    query     do your images fit?                   run, version, and the form of the server's images beside it
     train     a round, 0 the opening one            round, the client's last committed round, the rounds of all its
                                                     states that are still needed, whether to evaluate
     evaluate  its own model                         round, the client's last committed round
 
-The answer's record `answer` names the client and the round. To a query, the record `data` describes its images
-(registration.py). An answer with a record `failure` holds one line instead of a result.
+To a query, the answer's record `answer` holds the number of its images (registration.py). An answer with a record
+`failure` holds one line instead of a result.
 A client keeps its states on its own disk (site.py) by the round's number. The server names the round to start from, so
 that a round that was refused, late or lost with the server is trained again from the same state.
 """
@@ -42,11 +42,12 @@ from ...untrusted import quoted
 from ..observers import Observer
 from ..progress import ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
-from .messenger import LARGEST_WITHOUT_WEIGHTS, MOST_REASONS, Messenger, config_of, one_line
+from .messenger import LARGEST_WITHOUT_WEIGHTS, MOST_REASONS, Messenger, one_line
 from .privacy import private_federation
 from .privacy_accountant import PrivacyAccountant
 from .registration import ConnectedClients
 from .secure_aggregation import Contents, secure_mean
+from .site_files import bound_clients, manifest_of_run, read_manifest
 from .wire import (
     SiteEvaluation,
     evaluation_fault,
@@ -198,11 +199,6 @@ class FlowerClients:
             try:
                 if answer.content is None:
                     raise UserError(answer.failure or "its answer is empty")
-                address = config_of(answer.content, "answer")
-                if address != {"client": k, "round": number}:
-                    got = ", ".join(f"{name} {str(address.get(name))[:20]}" for name in ("client", "round"))
-                    wanted = f"expected client {k}, round {number}, got {got}"
-                    raise UserError(f"its answer belongs to another round or client: {wanted}")
                 received[k] = read(answer.content)
             except UserError as error:
                 missing[k] = one_line(str(error))
@@ -270,7 +266,8 @@ def _connect(grid: Grid, federation: Federation, progress: Observer, run: str) -
     """Wait for the sites before a run's rounds, and tell who is there."""
     clients, seconds = len(federation.client_rows), federation.recipe.flower.connect_seconds
     progress.inform(f"waits up to {seconds:g} s for {clients} sites to connect and to approve the app")
-    connected = ConnectedClients(Messenger(grid), federation, progress, run)
+    read_manifest(manifest_of_run())  # one that is missing or wrong is told before anyone is asked
+    connected = ConnectedClients(Messenger(grid), lambda: bound_clients(grid), federation, progress, run)
     connected.require_enough()
     counts = {k: connected.images.get(k, "an unknown number of") for k in sorted(connected.nodes)}
     progress.inform(f"connected: {', '.join(f'client {k} with {count} images' for k, count in counts.items())}")

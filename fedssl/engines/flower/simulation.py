@@ -5,7 +5,7 @@ Flower's messages, its differential privacy and its secure aggregation.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ def _simulate(federation: Federation, directory: RunDirectory, observer: Observe
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = (
         1  # messages name them; a SuperLink would set them
     )
-    configs = {1 + k: {"partition-id": k} for k in range(len(federation.client_rows))}
-    nodes = LocalNodes(simulated_app(federation, directory.path), configs)
-    connected = ConnectedClients(Messenger(nodes), federation, observer, "simulation")
+    clients = {1 + k: k for k in range(len(federation.client_rows))}
+    nodes = LocalNodes(simulated_app(federation, directory.path), {node: {} for node in clients})
+    connected = ConnectedClients(Messenger(nodes), lambda: clients, federation, observer, "simulation")
     connected.require_enough()
     return run_rounds(federation, directory, observer, FlowerClients(connected, federation, directory, observer))
 
@@ -55,10 +55,9 @@ run, resume = _ENGINE.run, _ENGINE.resume
 
 
 def simulated_app(federation: Federation, folder: Path) -> ClientApp:
-    """Return the ClientApp of simulated clients: a node's config has the number, a run's folder keeps the states."""
+    """Return the ClientApp of simulated clients, whose states a run's folder keeps."""
 
-    def site_of(config: Mapping[str, Any]) -> Site:
-        client = int(config["partition-id"])
+    def site_of(client: int) -> Site:
         states = SiteStates(folder / "checkpoints", client, prune=False)
         return Site(federation, client, lambda run: states, lambda text: None)
 
@@ -73,9 +72,6 @@ class LocalNodes:
         self.contexts = {node: Context(0, node, config, RecordDict(), {}) for node, config in configs.items()}
         self._numbers = itertools.count()
         self._waiting: dict[str, FlowerMessage] = {}
-
-    def get_node_ids(self) -> list[int]:
-        return list(self.contexts)
 
     def push_messages(self, messages: Iterable[FlowerMessage]) -> list[str]:
         pushed = {f"message {next(self._numbers)}": message for message in messages}

@@ -19,7 +19,7 @@ from ...recipe.recipe import Recipe
 from ...run_folder.directory import client_file
 from ...run_folder.storage import digest_of, read_message, write_atomically, write_message
 from ...untrusted import expand_home, read_regular_file
-from .site_options import SiteOptions
+from .site_files import SiteOptions
 
 _CHECKED_SIZE = 32  # pixels a side
 _DIGEST = ".sha256"  # the ending of the file with a state's digest
@@ -35,20 +35,16 @@ def count_own_images(site: SiteOptions) -> int | None:
     return len(load_dataset(data, 0).train_images)
 
 
-def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
+def site_federation(recipe: Recipe, site: SiteOptions, client: int) -> Federation:
     """Return the federation as a site sees it: its own client is whole, of the others it has no images."""
-    clients = recipe.partition.clients
-    if site.client >= clients:
-        problem = f"the site's client is {site.client}, but the recipe has partition.clients={clients}"
-        raise SendableError(f"{problem}: expected 0 to {clients - 1}")
     if site.data is None and recipe.partition.name == "sites":
         raise SendableError(
             "the site's data is missing: the recipe has partition.name=sites, so each site's file must name its own "
             "images under data"
         )
-    architectures = [recipe.architecture_of(k) for k in range(clients)]
+    architectures = [recipe.architecture_of(k) for k in range(recipe.partition.clients)]
     if site.architecture is not None:
-        architectures[site.client] = site.architecture
+        architectures[client] = site.architecture
     data = None if site.data is None else _in_form(site.data, recipe.data.image_shape)
     changed: dict[str, Any] = {"architectures": architectures, "data": data or recipe.data}
     changed["device"] = site.device or recipe.device
@@ -58,7 +54,7 @@ def site_federation(recipe: Recipe, site: SiteOptions) -> Federation:
         if recipe.model.train == "all":
             changed["model"] = recipe.model.without_weights()
         changed["evaluation"] = recipe.evaluation.model_copy(update={"downstream": None})
-    return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else site.client)
+    return build_federation(recipe.model_copy(update=changed), owner=None if site.data is None else client)
 
 
 def _in_form(data: DataOptions, shape: tuple[int, int, int] | None) -> DataOptions:
@@ -83,7 +79,7 @@ class SiteStates:
         self._folder, self._client, self._prune = folder, client, prune
 
     @classmethod
-    def of_run(cls, site: SiteOptions, run: str) -> SiteStates:
+    def of_run(cls, site: SiteOptions, client: int, run: str) -> SiteStates:
         """Return the states of one run, in a folder below `site.state`; raise UserError if its name is invalid."""
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
             raise SendableError(
@@ -91,7 +87,7 @@ class SiteStates:
             )
         folder = expand_home(site.state) / run
         folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, site.client, prune=True)
+        return cls(folder, client, prune=True)
 
     def require_same_data(self, federation: Federation, start: int | None) -> None:
         """Raise UserError if the site's data are not those of the client's earlier rounds; its first round notes them.

@@ -95,7 +95,7 @@ def approved(tmp_path) -> Callable[..., Approval]:
 
     def write(*digests: str, allowed: Sequence[str] = ()) -> Approval:
         path = tmp_path / "site.yaml"
-        path.write_text(yaml.safe_dump({"client": 0, "state": "state", "approved_apps": [*digests]}))
+        path.write_text(yaml.safe_dump({"state": "state", "approved_apps": [*digests]}))
         return partial(require_approved, path, [*map(require_digest, allowed)])
 
     return write

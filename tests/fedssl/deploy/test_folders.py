@@ -7,7 +7,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -15,8 +14,7 @@ from fedssl.deploy.certificates import Authority, read_certificate
 from fedssl.deploy.consortium import load_consortium, load_server
 from fedssl.deploy.folders import answer_request, provision, revoke
 from fedssl.deploy.keys import public_text, read_public, server_key, site_key, write_private
-from fedssl.engines.flower.site_keys import key_fingerprint, read_manifest
-from fedssl.engines.flower.site_options import load_site
+from fedssl.engines.flower.site_files import key_fingerprint, load_site, read_manifest
 from fedssl.errors import UserError
 from tests.fedssl.engines.short_runs import everything
 
@@ -39,7 +37,6 @@ def test_each_member_gets_its_files_for_its_user_alone_and_no_other_members_key(
         expected |= {f"{site}/{name}" for name in own}
     assert {name for name in everything(folder) if not name.startswith("authority/")} == expected | {"fingerprints.md"}
     assert [str(path.relative_to(folder)) for path in folder.glob("authority/*.key")] == ["authority/ca.key"]
-    assert yaml.safe_load((folder / "hospital-b" / "site.yaml").read_text())["client"] == 1
     for path in (folder, *folder.rglob("*")):
         mode = 0o700 if path.is_dir() or path.suffix == ".sh" else 0o600
         assert path.suffix == ".crt" or path.stat().st_mode & 0o777 == mode, path
@@ -89,19 +86,19 @@ def test_systemd_finds_no_fault_in_the_units(provisioned):
 
 def test_the_same_call_again_changes_nothing_and_a_site_added_later_gets_a_folder(provisioned):
     folder = provisioned()
-    (folder / "hospital-a" / "site.yaml").write_text("client: 0\nstate: /data/state\n")
+    (folder / "hospital-a" / "site.yaml").write_text("state: /data/state\n")
     before = everything(folder)
     provisioned()
     assert everything(folder) == before
     provisioned(sites=THREE)
     after = everything(folder)
-    changed = {"authority/sites.txt", "fingerprints.md"}
+    changed = {"fingerprints.md"}
     changed |= {f"server/{name}" for name in ("sites/manifest.yaml", "start.sh", "STEPS.md")}
     assert {name for name in before if after[name] != before[name]} == changed
     assert "partition.clients=3" in (folder / "server" / "start.sh").read_text()
     added = {name for name in after if name not in before}
     assert {name for name in added if not name.startswith("hospital-c/")} == {"server/sites/hospital-c.pub"}
-    assert yaml.safe_load((folder / "hospital-c" / "site.yaml").read_text())["client"] == 2
+    assert list(read_manifest(folder / "server" / "sites" / "manifest.yaml").sites) == THREE
 
 
 ORDER = "must begin with the sites of .* in their order"
@@ -244,7 +241,7 @@ def test_a_forged_request_and_one_of_a_stranger_are_refused(without_keys, tmp_pa
         (tmp_path / "forged.request").write_text(request)
         with pytest.raises(UserError, match=told):
             answer_request(tmp_path / "forged.request", without_keys)
-    (without_keys / "authority" / "sites.txt").write_text("hospital-b\n")
+    (without_keys / "server" / "sites" / "manifest.yaml").write_text("sites: {hospital-b: null}\n")
     with pytest.raises(UserError, match=r"is no site of .*hospital-b.*: add the site to the consortium's file"):
         answer_request(path, without_keys)
     assert not list((without_keys / "server" / "sites").glob("*.pub"))
@@ -270,7 +267,6 @@ def test_the_manifest_has_the_sites_in_their_order_with_the_keys_that_count(prov
     (folder / "server" / "sites" / "site.pub").unlink()
     provisioned(sites=["site-1", "site"])
     assert read_manifest(manifest).clients == {prints["site"]: 1}
-    assert yaml.safe_load((folder / "site" / "site.yaml").read_text())["client"] == 1
 
 
 def test_a_certificate_that_ends_with_its_authority_is_not_issued_at_each_call(
@@ -286,7 +282,7 @@ def test_a_certificate_that_ends_with_its_authority_is_not_issued_at_each_call(
 
 #: what is trusted, and the call that reads it
 TRUSTED = {
-    **dict.fromkeys(["authority/ca.key", "authority/ca.crt", "authority/sites.txt", "server/server.key"], "provision"),
+    **dict.fromkeys(["authority/ca.key", "authority/ca.crt", "server/server.key"], "provision"),
     **dict.fromkeys(["server/server.crt", "server/sites/hospital-a.pub", "../consortium.yaml"], "provision"),
     **{"server/sites/manifest.yaml": "manifest", "server/server.yaml": "server", "hospital-a/site.yaml": "site"},
 }

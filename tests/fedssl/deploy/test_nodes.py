@@ -47,7 +47,7 @@ def supernode(provisioned, tmp_path) -> Callable[..., int]:
 
     def start(allowed: Sequence[str] = (), **changes) -> int:
         path = tmp_path / "site.yaml"
-        path.write_text(yaml.safe_dump({"client": 0, "state": str(tmp_path / "state")} | changes))
+        path.write_text(yaml.safe_dump({"state": str(tmp_path / "state")} | changes))
         return nodes.supernode(path, "127.0.0.1:1", site / "ca.crt", site / "site.key", [*allowed])
 
     return start
@@ -219,7 +219,7 @@ def test_a_process_that_cannot_go_on_ends_with_a_message(case, code, told, tmp_p
 def test_a_superlink_and_a_supernode_that_wait_have_imported_no_torch(environment, provisioned, tmp_path):
     """Nor scipy; each of their processes needs little memory. A copy of the second has loaded the site's data."""
     folder, port, log = provisioned(), free_port(), tmp_path / "log"
-    (folder / "hospital-a" / "site.yaml").write_text(f"client: 0\nstate: {tmp_path}/state\n")
+    (folder / "hospital-a" / "site.yaml").write_text(f"state: {tmp_path}/state\n")
     superlink = ["superlink", str(folder / "server"), "--port", str(port)]
     supernode = ["supernode", "site.yaml", "--superlink", f"127.0.0.1:{port}"]
     supernode += ["--root-certificates", "ca.crt", "--key", "site.key"]

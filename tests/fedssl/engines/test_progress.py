@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedssl.engines.durations import format_duration
 from fedssl.engines.in_process import resume, run
 from fedssl.engines.observers import Observers
-from fedssl.engines.progress import ProgressBars
+from fedssl.engines.progress import ProgressBars, format_duration
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.short_runs import StopsAfterRoundOne

@@ -54,9 +54,12 @@ def quick(monkeypatch) -> Callable[..., Recipe]:
 
 
 @pytest.fixture
-def begin(quick, tmp_path) -> Callable[..., Any]:
+def begin(quick, tmp_path, monkeypatch) -> Callable[..., Any]:
     """Begin a run of `quick` in a folder, as a LoopRun: its nodes are simulated, or have the files `sites`."""
+    from fedssl.engines.flower.site_files import MANIFEST, VARIABLE
     from tests.fedssl.engines.flower.loop_grid import LoopRun
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path / MANIFEST))
 
     def begun(sites: list[Path] | None = None, folder: str = "run", **changes) -> LoopRun:
         return LoopRun(quick(**changes), tmp_path / folder, sites)

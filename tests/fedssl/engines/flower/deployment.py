@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,17 +99,13 @@ def with_package() -> dict[str, str]:
 
 
 class Deployment:
-    """Everything below one folder; `close` ends every process that was started.
-
-    Sites reach the SuperLink through a proxy that counts the bytes.
-    """
+    """Everything below one folder; `close` ends every process that was started."""
 
     def __init__(self, folder: Path, patience: float = PATIENCE, command: Path = COMMAND):
         self.folder = folder
         self.command = command
         self.patience = patience  # seconds until a wait is given up
-        self.port = free_port()
-        self.proxy = CountingProxy(self.port)
+        self.port = self.sites_port = free_port()  # the second is where the sites reach the SuperLink
         self.processes: dict[str, subprocess.Popen] = {}
         self.faults = folder / "faults"
         self.faults.mkdir()
@@ -146,17 +141,13 @@ class Deployment:
     def start_superlink(self) -> None:
         self.start("superlink", ["superlink", "superlink", "--port", str(self.port)])
         self.wait_for(lambda: is_listening(self.port), "the SuperLink listens")
-        self.proxy.open()
 
-    def start_node(
-        self, client: int, name: str | None = None, authority: Path | None = None, before: tuple[str, ...] = ()
-    ) -> subprocess.Popen:
+    def start_node(self, name: str, authority: Path | None = None, before: tuple[str, ...] = ()) -> subprocess.Popen:
         """A site's SuperNode."""
-        name = name or f"site{client}"
         site = self.folder / f"{name}.yaml"
-        site.write_text(yaml.safe_dump({"client": client, "state": str(self.folder / f"state-{name}")}))
+        site.write_text(yaml.safe_dump({"state": str(self.folder / f"state-{name}")}))
         certificate = authority or self.folder / "superlink" / "ca.crt"
-        arguments = ["supernode", str(site), "--superlink", f"127.0.0.1:{self.proxy.port}"]
+        arguments = ["supernode", str(site), "--superlink", f"127.0.0.1:{self.sites_port}"]
         arguments += ["--root-certificates", str(certificate), "--key", str(self.key(name))]
         return self.start(name, arguments, before)
 
@@ -170,8 +161,6 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         """SIGKILL to the process and everything that it started."""
-        if name == "superlink":
-            self.proxy.cut()  # as long as nothing listens behind it, nothing listens before it
         process = self.processes.pop(name)
         process.kill()
         kill_marked(self._mark(name))
@@ -183,7 +172,6 @@ class Deployment:
         kill_marked(f"{self.folder}/")
         for process in self.processes.values():
             process.wait()
-        self.proxy.cut()
 
     def _mark(self, name: str) -> str:
         return f"{self.folder}/{name}/"
@@ -196,7 +184,7 @@ class Deployment:
     def register(self, *names: str) -> None:
         """Register keys at the SuperLink, and bind them to clients' numbers in the order of the calls, from 0."""
         from fedssl.deploy.keys import site_key
-        from fedssl.engines.flower.site_keys import key_fingerprint
+        from fedssl.engines.flower.site_files import key_fingerprint
 
         manifest = self.folder / "superlink" / "sites" / "manifest.yaml"
         manifest.parent.mkdir(exist_ok=True)
@@ -280,61 +268,3 @@ def read_logs(folder: Path) -> str:
     """The ends of a folder's logs."""
     logs = sorted(folder.glob("*.log"))
     return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in logs)
-
-
-class CountingProxy:
-    """Passes TCP connections on to a port of this machine and counts the bytes of both directions."""
-
-    def __init__(self, target: int):
-        self.target = target
-        self.bytes = 0
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._listener = _bound(0)
-        self.port: int = self._listener.getsockname()[1]
-
-    def open(self) -> None:
-        self._listener.listen()
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
-
-    def cut(self) -> None:
-        """Refuse connections, and break those that there are, until `open` is called; the port is kept."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-        self._listener = _bound(self.port)
-        for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                outer, _ = listener.accept()
-                try:
-                    inner = socket.create_connection(("127.0.0.1", self.target))
-                except OSError:
-                    outer.close()
-                    continue
-                self._connections.add(outer)
-                for pair in ((outer, inner), (inner, outer)):
-                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(2**16):
-                with self._lock:
-                    self.bytes += len(data)
-                sink.sendall(data)
-        for one in (source, sink):
-            self._connections.discard(one)
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-
-def _bound(port: int) -> socket.socket:
-    """Bound but not listening: the port is kept, and connections to it are refused."""
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("127.0.0.1", port))
-    return kept

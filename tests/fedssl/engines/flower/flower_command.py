@@ -26,11 +26,6 @@ from fedssl.method import Method
 GONE_SECONDS = 20
 
 
-def cut_a_tensor(message: Message) -> None:
-    name = next(iter(message.tensors))
-    message.tensors[name] = message.tensors[name][1:]
-
-
 def weights_of(value: float) -> Callable[[Message], None]:
     """Weights of a value: with 9e5 they are below `guard.largest_value`, and would spoil the mean."""
 
@@ -44,7 +39,6 @@ def weights_of(value: float) -> Callable[[Message], None]:
 
 #: what a fault does to the message that a client has trained
 AFTER_TRAINING: dict[str, Callable[[Message], object]] = {
-    "shape": cut_a_tensor,
     "hang": lambda message: time.sleep(24 * 3600),  # and the site stays busy
     "weights": weights_of(9e5),
 }
@@ -67,7 +61,7 @@ HOSTILE: dict[str, Callable[[RecordDict], None]] = {"records": many_records, "pi
 
 
 def break_rounds(faults: Path) -> None:
-    real, real_answer = Method.client_round, client_app._to_answer
+    real, real_answer = Method.client_round, client_app._to_records
     planted = []  # the fault of the process's one answer
 
     def client_round(method, client, received, number):
@@ -86,7 +80,7 @@ def break_rounds(faults: Path) -> None:
         return records
 
     Method.client_round = client_round
-    client_app._to_answer = to_answer
+    client_app._to_records = to_answer
 
 
 def run() -> None:

@@ -1,16 +1,19 @@
 """Flower's grid with its nodes in this process: the server and client apps of a run, without processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message as FlowerMessage
 from flwr.app import RecordDict
 from flwr.app.error import Error
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedssl.engines.flower.client import make_client_app
 from fedssl.engines.flower.messenger import Messenger
@@ -19,6 +22,7 @@ from fedssl.engines.flower.registration import ConnectedClients
 from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.server import FlowerClients
 from fedssl.engines.flower.simulation import LocalNodes, simulated_app
+from fedssl.engines.flower.site_files import bound_clients, key_fingerprint, manifest_of_run
 from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds
 from fedssl.federation import build_federation
@@ -131,6 +135,11 @@ class Faults(Observer):
             fault(self.grid, self.patch)
 
 
+HOSPITALS = ("hospital-a", "hospital-b", "hospital-c")
+KEYS = {name: ec.generate_private_key(ec.SECP384R1()).public_key() for name in (*HOSPITALS, "stranger")}
+PRINTS = {name: key_fingerprint(key) for name, key in KEYS.items()}
+
+
 class LoopRun:
     """A run's folder, and its nodes from number 11 on: simulated ones, or one for each site file."""
 
@@ -138,11 +147,22 @@ class LoopRun:
         self.recipe, self.path = recipe, path
         federation = build_federation(recipe)
         self.directory = RunDirectory.create(path, first_files(federation) | ({SITES_RUN: "run"} if sites else {}))
-        own: list[dict[str, Any]] = [{"partition-id": k} for k in range(len(federation.client_rows))]
+        own: list[dict[str, Any]] = [{} for _ in federation.client_rows]
         app = simulated_app(federation, path)
         if sites:
             own, app = [{"site": str(file)} for file in sites], make_client_app((path / "recipe.yaml").absolute())
         self.grid = LoopGrid(app, {11 + i: config for i, config in enumerate(own)})
+        #: the nodes that are there, each with its client or why it has none
+        self.look: Callable[[], dict[int, int | str]] = lambda: {node: node - 11 for node in self.grid.contexts}
+
+    def bind(self, owners: Iterable[str] = HOSPITALS, keys: dict[str, str] | None = None) -> None:
+        """Let the nodes from 11 on have the keys of these owners, and write the server's manifest of the hospitals."""
+        publics = [public_key_to_bytes(KEYS[owner]) for owner in owners]
+        nodes = [SimpleNamespace(node_id=11 + i, public_key=public) for i, public in enumerate(publics)]
+        self.grid.get_nodes = lambda: nodes
+        self.look = lambda: bound_clients(self.grid)
+        listed = keys or {name: PRINTS[name] for name in HOSPITALS}
+        manifest_of_run().write_text(yaml.safe_dump({"sites": listed}, sort_keys=False))
 
     def register(self) -> list[str]:
         """Register the nodes, and run nothing; the warnings."""
@@ -154,7 +174,7 @@ class LoopRun:
         self.directory.roll_back()
         told = Faults(self.grid, faults or {})
         federation = private_federation(build_federation(self.recipe))
-        connected = ConnectedClients(Messenger(self.grid), federation, told, "run")
+        connected = ConnectedClients(Messenger(self.grid), lambda: self.look(), federation, told, "run")
         connected.require_enough()
         if rounds:
             run_rounds(federation, self.directory, told, FlowerClients(connected, federation, self.directory, told))
@@ -169,7 +189,7 @@ def write_sites(folder: Path, count: int = 3, own: dict[int, dict] | None = None
     files = []
     for k in range(count):
         file = folder / f"site{k}.yaml"
-        values = {"client": k, "state": str(folder / f"state{k}")} | keys | (own or {}).get(k, {})
+        values = {"state": str(folder / f"state{k}")} | keys | (own or {}).get(k, {})
         file.write_text(yaml.safe_dump(values))
         files.append(file)
     return files

@@ -48,7 +48,7 @@ def deployment(tmp_path_factory) -> Iterator[Deployment]:
         started.start_superlink()
         started.register("site0", "site1", "site2")
         for k in range(3):
-            started.start_node(k)
+            started.start_node(f"site{k}")
         yield started
     finally:
         started.close()
@@ -66,11 +66,11 @@ WAITS = {"round_seconds": PATIENCE, "connect_seconds": PATIENCE}
 def test_across_machines_the_run_is_the_one_in_this_process_and_its_bytes_are_those_that_were_predicted(
     deployment, finished, noisy
 ):
-    """Bit for bit; bytes by Flower's own count, and at the socket, with TLS, HTTP and all messages."""
-    before, large = deployment.proxy.bytes, deployment.folder / "large"
+    """Bit for bit; bytes by Flower's own count, which has all messages."""
+    large = deployment.folder / "large"
     run = deployment.submit(noisy(**LARGE, engine="flower", flower=WAITS), large)
     assert deployment.finish(run) == "finished:completed", deployment.logs()
-    traffic, at_socket = deployment.look(run)["network-traffic"], deployment.proxy.bytes - before
+    traffic = deployment.look(run)["network-traffic"]
     here = finished(noisy(**LARGE))
     last = RunDirectory.open(here).checkpoint.round
     for name in ("metrics.csv", "spectrum.csv", f"checkpoints/server.round-{last:05d}.safetensors"):
@@ -78,7 +78,6 @@ def test_across_machines_the_run_is_the_one_in_this_process_and_its_bytes_are_th
     cost = totals(estimate(build_federation(noisy(**LARGE))))
     assert traffic["inbound-bytes"] == pytest.approx(cost["bytes_up"], rel=0.03)
     assert traffic["outbound-bytes"] == pytest.approx(cost["bytes_down"], rel=0.03)
-    assert at_socket == pytest.approx(cost["bytes_up"] + cost["bytes_down"], rel=0.03)
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +150,8 @@ def test_faults(deployment, private, noisy, tmp_path):
     killed = time.monotonic()
     make_authority(tmp_path)
     deployment.register("misled")
-    deployment.start_node(0, "unknown")
-    deployment.start_node(0, "misled", authority=tmp_path / "ca.crt")
+    deployment.start_node("unknown")
+    deployment.start_node("misled", authority=tmp_path / "ca.crt")
     deployment.wait_for(lambda: deployment.committed(output) >= 2, "round 2 is committed without them")
     deployment.kill("superlink")
     assert deployment.committed(output) == 2
@@ -162,7 +161,7 @@ def test_faults(deployment, private, noisy, tmp_path):
     again = deployment.submit(recipe, output)
     # until then it lets nobody in with the killed site's key
     deployment.wait_for(lambda: time.monotonic() > killed + GONE_SECONDS + 2, "Flower takes the site for gone")
-    deployment.start_node(1)
+    deployment.start_node("site1")
     assert deployment.finish(again) == "finished:completed", deployment.logs()
     assert deployment.look(first)["status"] != "finished:completed"
     assert (output / "metrics.csv").read_bytes().startswith(kept)

@@ -1,26 +1,20 @@
 """Which nodes take part: connected clients, their numbers and whether their data fit together."""
 
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import yaml
-from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import ConfigRecord
 from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
 from flwr.common.constant import ErrorCode
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-from fedssl.engines.flower import registration, site_keys
+from fedssl.engines.flower import registration
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
 from tests.fedssl.conftest import ALIGNED
-from tests.fedssl.engines.flower.loop_grid import EQUAL, WEIGHTS, LoopGrid, changed, write_sites
+from tests.fedssl.engines.flower.loop_grid import EQUAL, PRINTS, WEIGHTS, changed, write_sites
 from tests.fedssl.engines.short_runs import SMALL
 
 NOT_CONNECTED = [
@@ -34,15 +28,15 @@ def test_a_node_that_comes_back_is_asked_at_once(begin, tmp_path):
     run = begin(write_sites(tmp_path), **WEIGHTS, rounds=1)
     node = run.grid.contexts[12]
     site, node.node_config = node.node_config, {}  # so it fails to answer
-    looks = iter([[11, 12, 13], [11, 13], [11, 13]])
+    looks = iter([{11: 0, 12: 1, 13: 2}, {11: 0, 13: 2}, {11: 0, 13: 2}])
 
     def look():
         nodes = next(looks, None)
         if nodes is None:
             node.node_config = site
-        return nodes or [11, 12, 13]
+        return nodes or {11: 0, 12: 1, 13: 2}
 
-    run.grid.get_node_ids = look
+    run.look = look
     [warning] = run.go()
     assert warning.startswith("node 12 is left out: ")
     assert run.metric("missing", 1) == {}
@@ -67,10 +61,10 @@ def test_a_question_that_a_site_lost_is_asked_again_and_its_end_says_nothing_of_
 
 
 def test_a_round_waits_for_a_node_that_connects_as_another_leaves(begin, tmp_path):
-    """A site that is started again without a key has a new node, whose answer takes a moment."""
+    """Its answer takes a moment."""
     sites = write_sites(tmp_path)
     run = begin([*sites, sites[2]], **WEIGHTS)
-    run.grid.get_node_ids = lambda: [11, 12, 13 if run.directory.checkpoint.round < 1 else 14]
+    run.look = lambda: {11: 0, 12: 1, 13 if run.directory.checkpoint.round < 1 else 14: 2}
     pull, delayed = run.grid.pull_messages, []
 
     def pull_messages(names):
@@ -86,84 +80,31 @@ def test_a_round_waits_for_a_node_that_connects_as_another_leaves(begin, tmp_pat
     assert run.metric("missing", 2) == {}
 
 
-def test_a_client_that_is_not_connected_is_told_and_two_nodes_are_not_one_client(begin, tmp_path):
-    sites = write_sites(tmp_path)[:2]
-    [twice, *absent] = begin([*sites, sites[0]], **WEIGHTS, rounds=1).go()
-    assert absent == NOT_CONNECTED
-    assert twice == (
-        "node 13 is left out: its site file names client 0, but node 11 is already client 0: "
-        "give each site a client number of its own"
-    )
-
-
 # Numbers that are bound to keys
 
 
-SITES = ("hospital-a", "hospital-b", "hospital-c")
-KEYS = {name: ec.generate_private_key(ec.SECP384R1()).public_key() for name in (*SITES, "stranger")}
-PRINTS = {name: site_keys.key_fingerprint(key) for name, key in KEYS.items()}
-
-
-@pytest.fixture
-def bind(tmp_path, monkeypatch) -> Callable[..., None]:
-    """Let a grid's nodes from 11 on have the keys of sites, and write the server's manifest of all three."""
-    manifest = tmp_path / site_keys.MANIFEST
-    monkeypatch.setenv(site_keys.VARIABLE, str(manifest))
-
-    def write(grid: LoopGrid, owners: Iterable[str], keys: dict | None = None) -> None:
-        nodes = [SimpleNamespace(node_id=11 + i, public_key=public_key_to_bytes(KEYS[o])) for i, o in enumerate(owners)]
-        grid.get_nodes = lambda: nodes
-        manifest.write_text(yaml.safe_dump({"sites": keys or {s: PRINTS[s] for s in SITES}}, sort_keys=False))
-
-    return write
-
-
-def test_a_site_with_the_number_of_another_is_refused_and_the_others_key_has_it(bind, begin, tmp_path, capfd):
-    """hospital-c names client 0, and is there before hospital-a."""
-    run = begin(write_sites(tmp_path, own={0: {"client": 0}, 2: {"client": 0}}), **WEIGHTS, rounds=1)
-    run.grid.get_node_ids = lambda: [13, 12, 11]
-    bind(run.grid, SITES)
-    told = "its site file names client 0, but the server has registered its key for client 2"
-    first, *others = run.go()
-    assert first.startswith(f"node 13 is left out: {told}: set client: 2")
-    assert others[0] == "client 2 is left out: the run begins without it"
-    assert run.metric("missing", 1) == {"2": 1.0}
-    assert f"fedssl: this site takes no part in run run: {told}" in capfd.readouterr().out
-
-
-def test_a_site_that_lies_about_its_number_or_has_no_bound_key_is_left_out(bind, begin, tmp_path, monkeypatch):
-    """Its own check is switched off; the second has a key that the SuperLink knows and the manifest does not."""
-    run = begin(write_sites(tmp_path), **WEIGHTS, guard={"minimum_answers": 1})
-    changed(lambda content: content["answer"].update(client=0), client=2, kind="query")(run.grid, monkeypatch)
-    bind(run.grid, ("hospital-a", "stranger", "hospital-c"))
+def test_a_node_whose_key_is_of_no_client_of_the_run_is_left_out(begin, tmp_path):
+    """The manifest has three sites, the recipe two clients."""
+    two = WEIGHTS | {"partition": {"name": "iid", "clients": 2}, "guard": {"minimum_answers": 1}}
+    run = begin(write_sites(tmp_path), **two)
+    run.bind(("hospital-a", "stranger", "hospital-c"))
     assert set(run.register()) == {
         f"node 12 is left out: its key {PRINTS['stranger']} is in no line of {tmp_path / 'manifest.yaml'}",
-        "node 13 is left out: it answers as client 0, but its key is registered for client 2",
-        *(f"client {k} is not connected: the run begins without it" for k in (1, 2)),
+        "node 13 is left out: its key is that of client 2, but the recipe has partition.clients=2",
+        "client 1 is not connected: the run begins without it",
     }
-
-    def fail(content):  # its name would explain why another one is missing
-        content["failure"] = ConfigRecord({"reason": "its disk burns", "client": 0})
-
-    changed(fail, kind="query")(run.grid, monkeypatch)
-    bind(run.grid, SITES)
-    left_out = ["node 12 is left out: its disk burns", "client 1 is left out: the run begins without it"]
-    assert run.register() == left_out
 
 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (None, r"the manifest of keys .*manifest\.yaml cannot be read .* docs/deploy.md says how to write it by hand"),
         ({"hospital-a": PRINTS["hospital-a"], "hospital-b": PRINTS["hospital-a"]}, "hospital-a and hospital-b have"),
         ({"hospital-a": "MD5:12"}, "sites.hospital-a: .*got 'MD5:12'"),
     ],
 )
-def test_a_manifest_that_is_missing_or_wrong_is_refused(keys, told, bind, begin, tmp_path):
-    run = begin(write_sites(tmp_path), **WEIGHTS)
-    bind(run.grid, SITES, keys)
-    if keys is None:
-        (tmp_path / "manifest.yaml").unlink()
+def test_a_manifest_that_becomes_wrong_is_told(keys, told, begin, tmp_path):
+    run = begin(write_sites(tmp_path), **WEIGHTS, guard={"minimum_answers": 1})
+    run.bind(keys=keys)
     with pytest.raises(UserError, match=told):
         run.register()
 
@@ -234,47 +175,38 @@ def test_other_classes_and_public_images_are_refused_where_the_method_uses_them(
 
 
 @pytest.mark.parametrize(
-    ("method", "flower", "classes", "counted"),
+    ("method", "flower", "counted"),
     [
-        (WEIGHTS, {}, [], True),
-        (SMALL, {}, [], True),
-        (WEIGHTS | {"objective": "supervised"}, {}, list("0123456789"), True),
-        (EQUAL, {"dp": {"name": "local_dp", "clipping_norm": 1, "epsilon": 0.5, "delta": 1e-5}}, [], False),
-        (EQUAL, {"secure": {"name": "secagg_plus"}}, [], False),
+        (WEIGHTS | {"objective": "supervised"}, {}, True),
+        (EQUAL, {"dp": {"name": "local_dp", "clipping_norm": 1, "epsilon": 0.5, "delta": 1e-5}}, False),
+        (EQUAL, {"secure": {"name": "secagg_plus"}}, False),
     ],
-    ids=["weights", "own models", "labels", "noise", "masks"],
+    ids=["labels", "noise", "masks"],
 )
-def test_a_site_describes_no_more_of_its_data_than_is_needed(method, flower, classes, counted, begin, tmp_path):
+def test_a_site_tells_of_its_images_how_many_there_are_or_nothing(method, flower, counted, begin, tmp_path):
     run = begin(write_sites(tmp_path), **method, **flower)
     run.register()
-    described = [dict(reply.content["data"]) for reply in run.grid.sent]
+    told = [{name: dict(record) for name, record in reply.content.items()} for reply in run.grid.sent]
     images = [len(rows) if counted else 0 for rows in build_federation(run.recipe).client_rows]
-    form = {"shape": [1, 8, 8], "classes": classes, "public": ""}
-    assert described == [form | {"images": count} for count in images]
+    assert told == [{"answer": {"images": count}} for count in images]
 
 
-NO_DESCRIPTION = "it does not describe its images: expected valid shape, classes, public and images"
-
-
-def test_a_site_that_describes_its_images_wrongly_is_left_out_by_the_server(begin, monkeypatch):
-    """Without a number of images its answers could state any."""
+def test_a_site_that_states_no_number_of_images_is_left_out(begin, monkeypatch):
+    """Its answers could state any."""
     run = begin(**WEIGHTS)
-    for change, told in (
-        ({"shape": [1, 9, 8]}, "its images are 1 x 9 x 8 (channels x height x width), but the server's are 1 x 8 x 8"),
-        ({"images": 0}, "it states no images: expected at least 1"),
-        *(({"classes": classes}, NO_DESCRIPTION) for classes in ([3], ["x"] * 200_000)),
-        *(({"shape": shape}, NO_DESCRIPTION) for shape in ([1, 8], [1.0, 8.0, 8.0])),
-        *(({"images": images}, NO_DESCRIPTION) for images in (-1, 10**12, 40.0)),
-    ):
-        changed(lambda content, change=change: content["data"].update(change), kind="query")(run.grid, monkeypatch)
-        assert run.register()[0].partition(": set ")[0] == f"node 12 is left out: {told}", list(change)
+    for images in (0, -1, 10**12, 40.0, True, "x"):
+        changed(lambda content, images=images: content["answer"].update(images=images), kind="query")(
+            run.grid, monkeypatch
+        )
+        told = f"node 12 is left out: it states {images} images: expected 1 to 1000000000"
+        assert run.register()[0] == told
 
 
 def test_a_site_that_connects_again_with_another_number_of_images_is_named(begin, tmp_path, monkeypatch):
     run = begin(write_sites(tmp_path), **WEIGHTS)
-    changed(lambda content: content["data"].update(images=50), kind="query")(run.grid, monkeypatch)
+    changed(lambda content: content["answer"].update(images=50), kind="query")(run.grid, monkeypatch)
     run.grid.contexts[14] = run.grid.contexts[12]  # the site's next node, with its true one
-    run.grid.get_node_ids = lambda: [11, 13, 12 if run.directory.checkpoint.round < 1 else 14]
+    run.look = lambda: {11: 0, 13: 2, 12 if run.directory.checkpoint.round < 1 else 14: 1}
     [warning] = run.go()
     assert warning.startswith("client 1 states ")
     assert warning.endswith(" images, and 50 when it connected before")

@@ -17,7 +17,7 @@ from fedssl.aggregators.weighted_mean import weighted_mean
 from fedssl.engines.flower.registration import ConnectedClients
 from fedssl.engines.flower.secure_aggregation import quantization_range
 from fedssl.engines.flower.site import site_federation
-from fedssl.engines.flower.site_options import load_site
+from fedssl.engines.flower.site_files import load_site
 from fedssl.engines.flower.wire import from_records, to_records
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -102,7 +102,7 @@ def test_at_sites_the_secure_mean_is_the_plain_one_and_nothing_else_leaves(begin
     assert len(answers) == len(trained[1]) == 3
     floats = sum(t.numel() for t in trained[1][0].tensors.values() if t.is_floating_point())
     for content in answers:
-        assert set(content) == {"tensors", "layout", "numbers", "config", "metrics", "answer"}
+        assert set(content) == {"tensors", "layout", "numbers", "config", "metrics"}
         message = from_records(content)
         assert message.numbers == {}
         assert message.metrics.keys() == {"memory", "flops"}
@@ -112,8 +112,8 @@ def test_at_sites_the_secure_mean_is_the_plain_one_and_nothing_else_leaves(begin
         assert float(masked.double().std()) == pytest.approx(2**32 / math.sqrt(12), rel=0.05)
         assert abs(float(masked.double().mean())) < 6 * 2**32 / math.sqrt(12 * floats)
     others = [reply.content for reply in run.grid.sent if "tensors" not in reply.content]
-    assert {name for content in others for name in content} == {"answer", "data", RECORD_KEY_CONFIGS}
-    assert {dict(content["data"])["public"] for content in others if "data" in content} == {""}
+    assert {name for content in others for name in content} == {"answer", RECORD_KEY_CONFIGS}
+    assert [dict(content["answer"]) for content in others if "answer" in content] == [{"images": 0}] * 3
     assert_close(finished(tiny(**WEIGHTS, rounds=1)), run.path, atol=error)
 
 
@@ -192,8 +192,7 @@ def flipped(data: bytes) -> bytes:
 def says_it_cannot_read(content: RecordDict) -> None:
     if "tensors" in content:
         for name in list(content):
-            if name != "answer":
-                del content[name]
+            del content[name]
         content["unreadable"] = ConfigRecord({"nodes": [11, 13, 14, 15, 7]})
 
 
@@ -322,7 +321,7 @@ def test_a_server_that_does_not_ask_for_masks_gets_nothing(begin, quick, monkeyp
     """Whether a client masks its weights is decided by its own copy of the recipe."""
     run = begin(secure=SECURE, **WEIGHTS, rounds=1)
     run.recipe = quick(**WEIGHTS, rounds=1)  # the server's
-    monkeypatch.setattr(ConnectedClients, "_data_fault", lambda *arguments: None)  # private sites state no images
+    monkeypatch.setattr(ConnectedClients, "_images_fault", lambda *arguments: None)  # private sites state no images
     with pytest.raises(UserError, match=r"round 1: 0 of 3 clients answered, .* is 1; client 0: "):
         run.go()
     assert not any("tensors" in reply.content for reply in run.grid.sent if reply.has_content())
@@ -395,5 +394,5 @@ def test_a_client_with_more_images_than_max_weight_is_told(tiny, tmp_path):
     sites = write_sites(tmp_path, 1, data={"name": "digits", "train_limit": 40, "public_holdout": 0})
     recipe = tiny(**values | {"partition": {"name": "sites", "clients": 3}})
     with pytest.raises(UserError, match="client 0 has more images") as caught:
-        site_federation(recipe, load_site(sites[0]))
+        site_federation(recipe, load_site(sites[0]), 0)
     assert "40" not in str(caught.value)  # the line leaves the site

@@ -15,7 +15,7 @@ from fedssl.engines import in_process
 from fedssl.engines.flower.client import _site_from_file
 from fedssl.engines.flower.messenger import Messenger
 from fedssl.engines.flower.site import SiteStates, site_federation
-from fedssl.engines.flower.site_options import SiteOptions, load_site
+from fedssl.engines.flower.site_files import SiteOptions, load_site
 from fedssl.engines.flower.wire import evaluation_fault
 from fedssl.errors import SendableError, UserError
 from fedssl.export.embed import embed_images
@@ -47,7 +47,7 @@ def test_a_site_brings_its_own_images_and_architecture(begin, tmp_path):
     data = {"name": "digits", "train_limit": 40, "test_limit": 60, "public_holdout": 30}
     sites = write_sites(tmp_path, own={1: {"architecture": "small_convnet_wide", "device": "cpu"}}, data=data)
     run = begin(sites, **ALIGNED, partition={"name": "sites", "clients": 3}, rounds=1)
-    federation, own = build_federation(run.recipe), site_federation(run.recipe, load_site(sites[1]))
+    federation, own = build_federation(run.recipe), site_federation(run.recipe, load_site(sites[1]), 1)
     assert [len(rows) for rows in federation.client_rows] == [0, 0, 0]
     assert [len(rows) for rows in own.client_rows] == [0, 40, 0]
     assert own.recipe.architecture_of(1) == "small_convnet_wide"
@@ -60,24 +60,23 @@ def test_a_site_brings_its_own_images_and_architecture(begin, tmp_path):
     ("text", "told"),
     [
         (None, r"the site's file .* cannot be read"),
-        ("client: 0\nstate: x\narchitektur: y\n", r"architektur: unknown key; did you mean architecture\?"),
-        ("client: 0\n", "state: missing"),
-        ("client: 3\nstate: x\n", r"the site's client is 3, but the recipe has partition.clients=3: expected 0 to 2"),
-        ("client: 0\nstate: x\narchitecture: small_resnet10\n", "differ, but weighted_mean exchanges weights"),
+        ("state: x\narchitektur: y\n", r"architektur: unknown key; did you mean architecture\?"),
+        ("device: cpu\n", "state: missing"),
+        ("state: x\narchitecture: small_resnet10\n", "differ, but weighted_mean exchanges weights"),
     ],
 )
 def test_a_site_file_that_is_wrong(text, told, quick, tmp_path):
     if text is not None:
         (tmp_path / "site.yaml").write_text(text)
     with pytest.raises(UserError, match=told):
-        site_federation(quick(**AVERAGED), load_site(tmp_path / "site.yaml"))
+        site_federation(quick(**AVERAGED), load_site(tmp_path / "site.yaml"), 0)
 
 
 def test_a_site_of_its_own_data_needs_data_and_the_flower_engine(quick, tiny, tmp_path):
     [site] = write_sites(tmp_path, 1)
     sites = {"partition": {"name": "sites", "clients": 2}}
     with pytest.raises(UserError, match=r"the site's data is missing: the recipe has partition.name=sites"):
-        site_federation(quick(**sites), load_site(site))
+        site_federation(quick(**sites), load_site(site), 0)
     with pytest.raises(UserError, match="partition sites needs engine flower"):
         build_federation(tiny(**sites))
 
@@ -85,7 +84,7 @@ def test_a_site_of_its_own_data_needs_data_and_the_flower_engine(quick, tiny, tm
 def test_the_runs_name_cannot_leave_the_sites_folder(quick, tmp_path):
     [site] = write_sites(tmp_path, 1)
     (tmp_path / "recipe.yaml").write_text(quick(**AVERAGED).to_yaml())
-    states = _site_from_file(tmp_path / "recipe.yaml", {"site": str(site)}).states
+    states = _site_from_file(tmp_path / "recipe.yaml", {"site": str(site)}, 0).states
     with pytest.raises(UserError, match="the server's name of the run is invalid: expected 1 to 64 letters"):
         states("../elsewhere")
 
@@ -102,7 +101,7 @@ def test_of_an_encoder_that_trains_in_part_each_site_reads_the_rest_itself(begin
         assert metric(here, "bytes_down", 1)["0"] == run.metric("bytes_down", 1)["0"]
     save_file(drawn("small_convnet", seed=2).state_dict(), tmp_path / "w.safetensors")
     with pytest.raises(UserError, match="holds other weights than those recorded"):
-        site_federation(load_recipe(run.path / "recipe.yaml"), load_site(sites[0]))
+        site_federation(load_recipe(run.path / "recipe.yaml"), load_site(sites[0]), 0)
 
 
 def test_a_site_takes_the_weights_from_the_server_but_the_stem_and_kept_statistics_from_the_recipe(quick, tmp_path):
@@ -111,7 +110,7 @@ def test_a_site_takes_the_weights_from_the_server_but_the_stem_and_kept_statisti
     downstream = {"other": {"name": "npz", "path": str(tmp_path / "only_at_the_server.npz")}}
     recipe = quick(**AVERAGED, model=model, evaluation={"downstream": downstream})
     (tmp_path / "w.safetensors").unlink()
-    federation = site_federation(recipe, load_site(write_sites(tmp_path)[0]))
+    federation = site_federation(recipe, load_site(write_sites(tmp_path)[0]), 0)
     assert (federation.weights, federation.downstream) == ({}, {})
     assert federation.recipe.model.stem == "large"
     assert not federation.new_model(0).train().encoder.blocks[1].training
@@ -263,7 +262,7 @@ def test_a_site_brings_its_images_to_the_size_and_the_colours_that_the_recipe_sa
     np.savez(tmp_path / "own.npz", x_train=random_pixels(9, 16, 16, channels))
     recipe = quick(**AVERAGED, **SITES, data=NONE | {"image_shape": [4 - expected if options else expected, 12, 12]})
     (site,) = write_sites(tmp_path, 1, data={"name": "npz", "path": str(tmp_path / "own.npz")} | options)
-    images = site_federation(recipe, load_site(site)).dataset.train_images[:]
+    images = site_federation(recipe, load_site(site), 0).dataset.train_images[:]
     assert images.shape == (9, expected, 12, 12)
     assert (images == images[:, :1]).all() == (channels == 1 or expected == 1)
 
@@ -313,7 +312,7 @@ def test_no_name_or_path_of_a_site_reaches_the_server_where_something_fails(begi
         return after_training(fail)
 
     with pytest.raises(ValidationError) as invalid:
-        SiteOptions.model_validate({"client": name, "state": "x"})
+        SiteOptions.model_validate({"device": name, "state": "x"})
     faults = {
         1: (fails(OSError(2, "No such file or directory", f"/scans/{name}.png")), "a file of it cannot be"),
         2: (fails(OSError(28, "No space left", f"/scans/{name}.png")), "no space left on its disk"),

@@ -1,12 +1,13 @@
-"""The client's number that each site's key is bound to: a file at the server, `manifest.yaml` beside the public keys.
+"""A site's own file, and the server's manifest, which binds a client's number to the site's key. They need no torch.
 
 Flower knows a node by its registered key, and a run's process gets the keys of its nodes from the SuperLink. So a site
-cannot take part as another client than the one that the server's manifest gives its key.
+takes part as the client that the server's manifest gives its key.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_public_key, ssh_key_fingerprint
 from pydantic import Field, StringConstraints, model_validator
 
+from ...data.options import DataOptions
 from ...errors import UserError
 from ...options import Options, read_options
 
@@ -23,6 +25,28 @@ from ...options import Options, read_options
 SITES, MANIFEST = "sites", "manifest.yaml"
 #: the environment variable with which `fedssl superlink` tells the processes of runs where the manifest is
 VARIABLE = "FEDSSL_KEY_MANIFEST"
+
+#: the SHA-256 of an app, which `fedssl app` prints
+AppDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class SiteOptions(Options):
+    """The keys of a site's own YAML file. The file never leaves the site."""
+
+    data: DataOptions | None = Field(None, description="its own images; its share of the recipe's data where not given")
+    architecture: str | None = Field(None, description="its own; the recipe's for this client where not given")
+    device: str | None = Field(None, pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="the recipe's where not given")
+    state: Path = Field(..., description="the folder that keeps the client's model between rounds")
+    approved_apps: list[AppDigest] | None = Field(
+        None, max_length=1000, description="digests of the apps that may run at the site; any app where not given"
+    )
+
+
+def load_site(path: str | Path) -> SiteOptions:
+    """Return the options in a site's file."""
+    hint = "it holds keys with values, such as state: FOLDER"
+    return read_options(path, SiteOptions, "the site's file", hint)
+
 
 Fingerprint = Annotated[str, StringConstraints(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]
 
@@ -61,9 +85,14 @@ def key_fingerprint(key: EllipticCurvePublicKey) -> str:
     return "SHA256:" + base64.b64encode(ssh_key_fingerprint(key, SHA256())).decode().rstrip("=")
 
 
-def bound_clients(grid: Any, path: Path) -> dict[int, int | str]:
+def manifest_of_run() -> Path:
+    """Return where the manifest of the server is whose SuperLink has started this process."""
+    return Path(os.environ.get(VARIABLE, MANIFEST))
+
+
+def bound_clients(grid: Any) -> dict[int, int | str]:
     """Return the client's number of each connected node of Flower's grid, or a text that says why it has none."""
-    nodes = grid.get_nodes()
+    nodes, path = grid.get_nodes(), manifest_of_run()
     try:
         clients = read_manifest(path).clients
     except UserError as error:  # it was changed while the run goes on
