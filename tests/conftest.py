@@ -38,7 +38,6 @@ LONGEST = (
     "fedssl/engines/test_in_process.py",
     "fedssl/test_no_label_leak.py",
     "cuda_on_cpu/test_unbalanced_ot.py",
-    "fedssl/engines/test_parallel_clients.py",
     "fedssl/test_pages.py",
     "fedkernels/compat/test_originals.py",
     "fedssl/engines/flower/test_secure_aggregation.py",

@@ -6,7 +6,7 @@ and `secure_mean` runs them on the server. The cryptography is Flower's own.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +15,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.client.mod import secaggplus_mod
-from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.common.secure_aggregation.crypto.shamir import combine_shares
-from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, RECORD_KEY_STATE, Key, Stage
-from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_separate
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.common.typing import Code, FitIns, FitRes, Parameters, Status
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from flwr.server.compat.legacy_context import LegacyContext
@@ -36,7 +32,6 @@ from .messenger import config_of, one_line
 from .wire import Vector, flatten_weights, from_records, require_finite, to_records
 
 _MASKED = "masked"  # the name of a client's masked weights in its answer
-_UNREADABLE = "unreadable"  # the record of an answer that names the nodes whose key shares its client cannot read
 Contents = dict[int, RecordDict]  # by client
 #: sends each client's records, and is told whether they ask for the client's update; returns the answers by client, and
 #: why the other clients gave none
@@ -82,8 +77,6 @@ def masked_answer(
         result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), int(reply.numbers["samples"]), {})
         return FlowerMessage(fitres_to_recorddict(result, True), reply_to=inner)
 
-    if unreadable := _unreadable(message, context):
-        return RecordDict({_UNREADABLE: ConfigRecord({"nodes": unreadable})})
     with numpy_seeded_by_system():
         masked = secaggplus_mod(message, context, call_next)
     configs: Any = masked.content[RECORD_KEY_CONFIGS]  # the rest of it holds the number of samples
@@ -93,21 +86,6 @@ def masked_answer(
         integers = np.concatenate(arrays).astype(np.uint32).view(np.int32)
         return to_records(Message({_MASKED: torch.from_numpy(integers)}, metrics=metrics))
     return RecordDict({RECORD_KEY_CONFIGS: configs})
-
-
-def _unreadable(message: FlowerMessage, context: Context) -> list[int]:
-    """Return the nodes whose key shares a client got and cannot read; Flower's code would end without naming them."""
-    configs: Any = message.content[RECORD_KEY_CONFIGS]
-    if configs[Key.STAGE] != Stage.COLLECT_MASKED_VECTORS:
-        return []
-    state, nodes = SecAggPlusState(**context.state.config_records[RECORD_KEY_STATE]), []
-    for node, ciphertext in zip(configs[Key.SOURCE_LIST], configs[Key.CIPHERTEXT_LIST], strict=True):
-        try:
-            readable = share_keys_plaintext_separate(decrypt(state.ss2_dict[node], ciphertext))[:2] == (node, state.nid)
-        except Exception:
-            readable = False
-        nodes += [] if readable else [node]
-    return nodes
 
 
 def secure_mean(
@@ -122,27 +100,24 @@ def secure_mean(
         metrics of each client in the mean; and why each other client is not in it, or has answered wrongly afterwards.
     """
     missing: dict[int, str] = {}
-    left = set(contents)
+    left = dict(contents)
     while left:
-        protocol = _Protocol(options, {k: contents[k] for k in left}, nodes, size, exchange)
+        protocol = _Protocol(options, left, nodes, size, exchange)
         agreed = protocol.run("setup_stage") and protocol.run("share_keys_stage")
-        lost = dict(protocol.missing)  # in the later stages Flower asks for the keys of all who began
-        if agreed:
-            agreed = protocol.run("collect_masked_vectors_stage")
-            lost = protocol.disputed()
-        if not lost:
-            late = dict(protocol.missing)  # who is lost in the last stage is in the mean
-            lost = protocol.unmask() if agreed else {}
-        missing |= lost
-        if not lost:
+        if agreed or not protocol.missing:
             break
-        left -= lost.keys()
+        missing |= protocol.missing  # in the later stages Flower asks for the keys of all who began
+        left = {k: content for k, content in left.items() if k not in missing}
     else:
         return None, {}, missing
+    agreed = agreed and protocol.run("collect_masked_vectors_stage")
+    late = dict(protocol.missing)  # who is lost in the last stage is in the mean
+    if agreed:
+        protocol.unmask()
     missing |= late | protocol.wrong
     if protocol.mean is None:
         return None, {}, dict.fromkeys(contents, protocol.failure) | missing
-    return protocol.mean, {k: protocol.metrics[k] for k in sorted(left - late.keys())}, missing
+    return protocol.mean, {k: protocol.metrics[k] for k in sorted(left.keys() - late.keys())}, missing
 
 
 def quantization_range(clients: int) -> int:
@@ -176,8 +151,6 @@ class _Protocol:
         self._caller, self._context = caller, LegacyContext(Context(0, 0, {}, records, {}), strategy=caller)
         self._contents, self._nodes, self._size, self._exchange = contents, nodes, size, exchange
         self._client_of = {nodes[k]: k for k in contents}
-        self._unreadable: dict[int, set[int]] = {}  # by client, the other clients whose key shares it cannot read
-        self._owners: dict[int, str] = {}  # why the masks of these clients cannot be removed
         self.mean: Vector | None = None
         self.metrics: dict[int, dict[str, float]] = {}  # by client
         self.missing: dict[int, str] = {}  # why clients gave no answer in a stage
@@ -195,24 +168,8 @@ class _Protocol:
             return False
         return done and not (self.missing and stage in ("setup_stage", "share_keys_stage"))
 
-    def disputed(self) -> dict[int, str]:
-        """Return why clients must be left out whose key shares could not be read, or who say so of others' wrongly.
-
-        A client that most of its neighbours name is left out, and one that names several others. Of a client and the
-        only one that names it either may be wrong: both are left out.
-        """
-        by = {k: {teller for teller, named in self._unreadable.items() if k in named} for k in self._contents}
-        most = {k for k in by if 2 * len(by[k]) >= len(self._state.nid_to_neighbours[self._nodes[k]]) > 1}
-        told = {k: f"its key shares cannot be read by client {', '.join(map(str, sorted(by[k])))}" for k in by if by[k]}
-        out = {k: told[k] for k in most}
-        for teller, named in self._unreadable.items():
-            if rest := sorted(named - most):
-                out[teller] = f"it says that it cannot read the key shares of client {', '.join(map(str, rest))}"
-                out |= {k: told[k] for k in rest if len(rest) == 1}
-        return out
-
-    def unmask(self) -> dict[int, str]:
-        """Run the last stage; return why clients must be left out whose masks cannot be removed."""
+    def unmask(self) -> None:
+        """Run the last stage; keep no mean that is beyond the range of weights."""
         self.run("unmask_stage")
         if self.mean is not None and not bool((np.abs(self.mean) <= 1.01 * self._workflow.clipping_range).all()):
             self.mean = None
@@ -221,42 +178,6 @@ class _Protocol:
                 "sites in it has sent other numbers, and the masks hide which: stop one SuperNode after the other and "
                 "run again, to see without which the sum is right"
             )
-        return self._owners
-
-    def _fitting(self, answers: dict[int, RecordDict]) -> dict[int, RecordDict]:
-        """Return the answers of the last stage, without one client's where its shares of the others' keys are wrong.
-
-        If no client's shares are to blame, the owners of the keys that do not fit are.
-        """
-        shares: dict[int, dict[int, bytes]] = {}  # by owner, and by the client that answered
-        for k, content in answers.items():
-            configs: Any = config_of(content, RECORD_KEY_CONFIGS)
-            for node, share in zip(configs[Key.NODE_ID_LIST], configs[Key.SHARE_LIST], strict=True):
-                shares.setdefault(self._client_of[node], {})[k] = share
-        owners = sorted(owner for owner, each in shares.items() if not self._fit(each))
-        if not owners or any(len(each) < self._state.threshold for each in shares.values()):  # too few for any mean
-            return answers
-        wrong = [k for k in answers if all(self._fit(each, k) for each in shares.values())]
-        told = ", ".join(map(str, owners))
-        if not wrong:
-            self._owners = dict.fromkeys(owners, "the shares of its keys that it gave to the others do not fit")
-        elif len(wrong) > 1:
-            self.failure = (
-                f"the shares of the keys of client {told} do not fit, and so few are left that any may be wrong"
-            )
-            return {}
-        else:
-            self.wrong[wrong[0]] = f"its shares of the keys of client {told} do not fit"
-        return {k: content for k, content in answers.items() if k not in wrong}
-
-    def _fit(self, shares: dict[int, bytes], without: int | None = None) -> bool:
-        """Return whether shares give a key; where they are more than it takes, the same one without the first."""
-        left = [share for k, share in shares.items() if k != without]
-        with suppress(ValueError):
-            if len(left) >= self._state.threshold:
-                key = combine_shares(left)
-                return len(left) == self._state.threshold or combine_shares(left[1:]) == key
-        return False
 
     def configure_fit(self, server_round: int, parameters: Parameters, client_manager: Any) -> list[tuple[Any, FitIns]]:
         return [(SimpleNamespace(node_id=node), FitIns(Parameters([], ""), {})) for node in self._client_of]
@@ -278,12 +199,6 @@ class _Protocol:
         received, missing = self._exchange(sent, collects)
         answers: dict[int, RecordDict] = {}
         for k, content in received.items():
-            if collects and (record := config_of(content, _UNREADABLE)):
-                named: Any = record.get("nodes")
-                nodes = named if isinstance(named, list) else []
-                self._unreadable[k] = {self._client_of[n] for n in nodes if n in self._client_of}
-                missing[k] = "it cannot read the key shares of others"
-                continue
             try:
                 if not collects:
                     _require_valid(self._nodes[k], asked[k], config_of(content, RECORD_KEY_CONFIGS))
@@ -293,8 +208,6 @@ class _Protocol:
                 if asked[k][Key.STAGE] == Stage.UNMASK:
                     self.wrong[k] = missing[k]
         self.missing |= missing
-        if any(configs[Key.STAGE] == Stage.UNMASK for configs in asked.values()):
-            answers = self._fitting(answers)
         sources = {k: SimpleNamespace(src_node_id=self._nodes[k]) for k in answers}
         return [SimpleNamespace(metadata=sources[k], content=answers[k], has_error=lambda: False) for k in answers]
 

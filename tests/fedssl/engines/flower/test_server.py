@@ -13,6 +13,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.app.error import Error
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError
 from safetensors.torch import save_file
 
@@ -27,7 +28,7 @@ from fedssl.recipe.reading import load_recipe
 from fedssl.recipe.recipe import Recipe
 from fedssl.run_folder.directory import RunDirectory
 from fedssl.run_folder.record import read_run
-from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
+from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL, METHODS
 from tests.fedssl.data.data_files import random_pixels
 from tests.fedssl.engines.flower.loop_grid import (
     HOSPITALS,
@@ -39,7 +40,8 @@ from tests.fedssl.engines.flower.loop_grid import (
     write_sites,
 )
 from tests.fedssl.engines.flower.test_wire import mappings
-from tests.fedssl.engines.short_runs import SMALL, SMALL_ALIGNED, contents, results
+from tests.fedssl.engines.short_runs import SMALL, SMALL_ALIGNED, StopsAfterRoundOne, contents, results
+from tests.fedssl.killed_runs import Killed
 from tests.fedssl.models.test_weights import drawn
 
 
@@ -363,3 +365,21 @@ def test_a_simulation_is_refused_for_a_deployment(quick, tmp_path):
     with pytest.raises(UserError, match="write its app with fedssl app"):
         simulation.run(quick(), tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.usefixtures("without_identity")
+def test_a_simulation_that_stops_and_goes_on_is_the_run_of_this_process_bit_for_bit(finished, noisy, tmp_path):
+    """It goes on with more rounds."""
+    recipe, path = noisy(**METHODS["hetero_ssfl"], engine="flower-simulation"), tmp_path / "simulated"
+    with pytest.raises(Killed):
+        simulation.run(recipe, path, StopsAfterRoundOne())
+    assert RunDirectory.open(path).checkpoint.round == 1
+    simulation.resume(path, overrides=["rounds=3"])
+    assert results(finished(noisy(**METHODS["hetero_ssfl"], rounds=3))) == results(path)
+
+
+@pytest.fixture
+def without_identity(monkeypatch) -> None:
+    """As in a process that no SuperLink has started."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, None)
