@@ -6,13 +6,11 @@ honest client is the greater harm. The images by which a client counts are limit
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from .aggregators.base import OWN_IMAGES, Shape
 from .errors import UserError
@@ -26,6 +24,7 @@ REFUSED = "refused/"
 #: why a client counts by fewer images in the last round than it states: `capped/3` in the config
 CAPPED = "capped/"
 TOLD_CAPPED = "capped: "  # how the reason begins in refused.csv
+_LARGEST = 1e6  # magnitude in a tensor; networks stay far below
 _MOST_NUMBERS = 1000  # each is a line of metrics.csv in every round
 _LONGEST_NAME = 200  # characters in the name of a number or metric
 _NEVER_NEGATIVE = (".running_var", ".num_batches_tracked")  # a square root is taken of the first; the second counts
@@ -36,9 +35,6 @@ class GuardOptions(Options):
     """When an answer is refused, and when a round fails because too few answers are left."""
 
     minimum_answers: int = Field(1, ge=1, description="usable answers that a round needs; with fewer the run stops")
-    largest_value: float = Field(
-        1e6, gt=0, description="largest magnitude in a tensor of an answer; networks stay far below"
-    )
     largest_share: float | None = Field(
         None,
         gt=0,
@@ -64,8 +60,7 @@ class Asked:
     Attributes:
         expected: by client the tensors that it must send (see `Aggregator.expected`).
         complete: whether any other tensor is refused.
-        sizes: the sizes that shapes give by name. Any other size is the one that most answers have; among equally
-            frequent sizes, that of the lowest client number.
+        sizes: the sizes that shapes give by name; a name that is not among them may have any size.
         samples: the images of each client; it may report up to twice as many. A client that is not among them may
             report any positive number.
         noisy: whether a variance or a counter may be negative, because noise was added to it.
@@ -82,27 +77,26 @@ class Asked:
     rate: float = 1.0
 
 
-def refusals(server: Message, replies: dict[int, Message], asked: Asked, largest: float) -> dict[int, str]:
+def refusals(server: Message, replies: dict[int, Message], asked: Asked) -> dict[int, str]:
     """Return why each broken answer is refused, by client; empty if all answers are valid.
 
     An answer is refused if a tensor is missing, was not asked for, has a wrong shape or dtype, or contains NaN, an
-    infinity or a magnitude above `largest`; or if a variance or a counter is negative. It is also refused if `samples`
+    infinity or a magnitude above a million; or if a variance or a counter is negative. It is also refused if `samples`
     is missing, not positive or more than twice the client's number of images, if a number or metric is not finite, or
     if a metric has a name that only the server may use. The reason names the first fault. The answers that are left are
     compared with each other, see `outliers`.
 
     An answer's tensor has the dtype of the server's entry of the same name, and is float32 where it was asked for and
-    there is none. `largest` is `GuardOptions.largest_value`.
+    there is none.
     """
-    sizes: dict[str, int | range | None] = {**_shared_sizes(replies, asked.expected), **asked.sizes}
     capped = capped_images(asked.samples, asked.largest_share)
     reasons = {}
     for k in sorted(replies):
         images = asked.samples.get(k)
         own_images = None if images is None else range(1, int(_MOST_GROWTH * capped.get(k, images)) + 1)
         reason = (
-            _fault_of_shapes(replies[k], asked.expected[k], sizes | {OWN_IMAGES: own_images})
-            or _fault_of_tensors(server, k, replies[k], asked, largest)
+            _fault_of_shapes(replies[k], asked.expected[k], {**asked.sizes, OWN_IMAGES: own_images})
+            or _fault_of_tensors(server, k, replies[k], asked)
             or _fault_of_numbers(replies[k], images)
         )
         if reason:
@@ -147,19 +141,6 @@ def require_answers(refused: dict[int, str], answers: int, round_number: int, op
         raise UserError(f"{what} {options.minimum_answers}{reasons}")
 
 
-def _shared_sizes(replies: dict[int, Message], expected: dict[int, dict[str, Shape]]) -> dict[str, int]:
-    """Return the size that most answers have for each name of a size in a shape."""
-    seen: dict[str, Counter[int]] = {}
-    for k in sorted(replies):
-        for name, shape in expected[k].items():
-            tensor = replies[k].tensors.get(name)
-            if isinstance(tensor, Tensor) and tensor.dim() == len(shape):
-                for wanted, size in zip(shape, tensor.shape, strict=True):
-                    if isinstance(wanted, str) and wanted != OWN_IMAGES:
-                        seen.setdefault(wanted, Counter())[size] += 1
-    return {name: sizes.most_common(1)[0][0] for name, sizes in seen.items()}
-
-
 def _fault_of_shapes(reply: Message, expected: dict[str, Shape], sizes: Mapping[str, int | range | None]) -> str | None:
     for name, shape in expected.items():
         if name not in reply.tensors:
@@ -181,7 +162,7 @@ def _size_text(wanted: int | range | None) -> str:
     return "any" if wanted is None else str(wanted)
 
 
-def _fault_of_tensors(server: Message, k: int, reply: Message, asked: Asked, largest: float) -> str | None:
+def _fault_of_tensors(server: Message, k: int, reply: Message, asked: Asked) -> str | None:
     for name, tensor in reply.tensors.items():
         if asked.complete and name not in asked.expected[k]:
             return f"{name} was not asked for"
@@ -197,7 +178,7 @@ def _fault_of_tensors(server: Message, k: int, reply: Message, asked: Asked, lar
         if math.isinf(low) or math.isinf(high):
             return f"{name} holds an infinite value"
         magnitude = max(-low, high)
-        most = largest if tensor.is_floating_point() else 2.0**53  # a mean in float64 holds larger integers inexactly
+        most = _LARGEST if tensor.is_floating_point() else 2.0**53  # a mean in float64 holds larger integers inexactly
         if magnitude > most:
             return f"{name} holds {magnitude:.3g} in magnitude, more than {most:.3g}"
         if low < 0 and name.endswith(_NEVER_NEGATIVE) and not asked.noisy:

@@ -254,7 +254,7 @@ class Method:
             complete = complete and None not in parts
         noisy, share = self.answers_are_noisy, self.guard.largest_share
         asked = Asked(expected, complete, self.sizes, samples, noisy, share, self._rate(round_number))
-        refused = refusals(server, replies, asked, self.guard.largest_value)
+        refused = refusals(server, replies, asked)
         for k in replies.keys() - refused.keys():
             if fault := next(filter(None, (a.fault(k, replies[k]) for a in working)), None):
                 refused[k] = fault

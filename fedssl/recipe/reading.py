@@ -31,6 +31,7 @@ _GONE: dict[str, dict[str, Any]] = {
     "fine_tune": {"rand_augment": True, "classifier_learning_rate": None, "weight_decay": None},
     "semi_supervised_protocol": {"classifier_learning_rate": None, "weight_decay": None},
     "differential_privacy": {"sensitivity": None},
+    "guard": {"largest_value": 1e6},
 }
 
 

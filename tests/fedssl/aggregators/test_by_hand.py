@@ -198,7 +198,7 @@ def test_a_client_may_send_as_many_projections_as_it_may_have_images():
     def refused(rows, samples):
         replies = {k: Message({"dictionary.0": torch.ones(n, 3)}, {"samples": 5.0}) for k, n in enumerate((rows, 5, 4))}
         asked = Asked({k: expected or {} for k in replies}, sizes={PROJECTION: 3}, samples=samples)
-        return refusals(Message(), replies, asked, 1e6)
+        return refusals(Message(), replies, asked)
 
     known = {0: 5, 1: 5, 2: 5}
     assert not refused(5, known)

@@ -266,6 +266,7 @@ def test_what_more_rounds_mean_is_said(changes, rounds, done, expected):
     [
         ("training", "processes", 1, 2),
         ("flower", "client_cpus", 1, 2),
+        ("guard", "largest_value", 1e6, 1e7),
         ("regularizers.0", "statistics", "batch", "running"),
         ("aggregators.0", "weights", None, [1.0, 2.0]),
         ("evaluation.semi_supervised_protocol", "weight_decay", None, 0.1),

@@ -27,7 +27,7 @@ GONE_SECONDS = 20
 
 
 def weights_of(value: float) -> Callable[[Message], None]:
-    """Weights of a value: with 9e5 they are below `guard.largest_value`, and would spoil the mean."""
+    """Weights of a value: with 9e5 they are below what the guard refuses anywhere, and would spoil the mean."""
 
     def change(message: Message) -> None:
         for name, tensor in message.tensors.items():

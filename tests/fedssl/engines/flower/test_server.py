@@ -338,8 +338,8 @@ def test_a_failed_run_goes_on_with_other_waits_and_another_minimum_and_with_noth
     for change, told in (
         ({"rounds": 3}, r"another recipe: rounds is 2 in that run, but 3 in this app's recipe.*name another folder"),
         (
-            {"guard": recipe.guard.model_copy(update={"minimum_answers": 2, "largest_value": 2e6})},
-            r"guard.largest_value is 1000000.0 in that run, but 2000000.0 in this",
+            {"guard": recipe.guard.model_copy(update={"minimum_answers": 2, "largest_share": 0.4})},
+            r"guard.largest_share is \S+ in that run, but 0.4 in this",
         ),
     ):
         with pytest.raises(UserError, match=told):
