@@ -60,8 +60,6 @@ class Metric:
         measure: returns the value, or None where it is not defined; None where `evaluate_model` has code of its own for
             the metric, as for all that have options or train a network.
         images: the images that the metric is measured on: with a class each, without, or both.
-        bounds: the smallest and the largest value that a site may report, rounding included; None: from 0 to the number
-            of singular values.
         on_other_data: whether it is also measured on other data, as `downstream_LABEL_NAME`.
         in_tables: whether a table of runs may have it as a column.
         in_bars: whether reports draw bars of what tables may have; those of every fine-tuned score would be too many.
@@ -75,7 +73,6 @@ class Metric:
     written_by: Literal["evaluation", "training", "aggregator", "engine"] = "evaluation"
     measure: Callable[[MeasuredImages], float | None] | None = None
     images: Literal["labelled", "unlabelled", "all"] = "labelled"
-    bounds: tuple[float, float] | None = (0.0, 100.0)
     on_other_data: bool = True
     in_tables: bool = True
     in_bars: bool = True
@@ -209,7 +206,6 @@ _ENTRIES = (
         "effective rank",
         measure=lambda images: effective_rank(images.features),
         images="all",
-        bounds=None,
         printed=True,
     ),
     Metric(
@@ -218,7 +214,6 @@ _ENTRIES = (
         decimals=2,
         measure=lambda images: alignment(*images.views),
         images="unlabelled",
-        bounds=(0.0, 4.01),
         printed=True,
     ),
     Metric(
@@ -228,7 +223,6 @@ _ENTRIES = (
         # each pair is compared
         measure=lambda images: uniformity(images.features[:1000]) if len(images.features) > 1 else None,
         images="unlabelled",
-        bounds=(-8.01, 0.01),
         printed=True,
     ),
     Metric(
@@ -254,7 +248,6 @@ _ENTRIES = (
         decimals=0,
         measure=lambda images: float(len(images.views[0])) if images.views else None,
         images="all",
-        bounds=(0.0, 1000.0),
         on_other_data=False,
         in_tables=False,
     ),
