@@ -113,9 +113,9 @@ def load_dataset(options: DataOptions, seed: int) -> Dataset:
         public_images = held_out.images[:]
 
     if options.train_limit is not None:
-        train = _balanced_subset(train, options.train_limit, seed, _TRAIN_STREAM)
+        train = balanced_subset(train, options.train_limit, seed, _TRAIN_STREAM)
     if options.test_limit is not None:
-        test = _balanced_subset(test, options.test_limit, 0, _TEST_STREAM)
+        test = balanced_subset(test, options.test_limit, 0, _TEST_STREAM)
     if options.public_limit is not None and public_images is not None:
         order = torch.from_numpy(np.random.default_rng([seed, _PUBLIC_STREAM]).permutation(len(public_images)))
         public_images = public_images[order[: options.public_limit].sort().values]
@@ -264,7 +264,7 @@ def _draw(split: LabelledImages, count: int, seed: int, stream: int) -> tuple[La
     return split.rows(order[:count].sort().values), split.rows(order[count:].sort().values)
 
 
-def _balanced_subset(split: LabelledImages, limit: int, seed: int, stream: int) -> LabelledImages:
+def balanced_subset(split: LabelledImages, limit: int, seed: int, stream: int) -> LabelledImages:
     """Return at most `limit` samples in their order, with classes as equal in size as the data allow (within one)."""
     order = np.random.default_rng([seed, stream]).permutation(len(split.labels))
     shuffled = split.labels.numpy()[order]

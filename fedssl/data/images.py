@@ -30,7 +30,7 @@ from .files import (
 )
 from .options import DataOptions
 from .splits import LabelledImages, Splits
-from .stored_images import decode_images, images_of_rows, measured_window, report_broken
+from .stored_images import Images, decode_images, images_of_rows, measured_window, report_broken
 
 
 @dataclass(frozen=True)
@@ -42,45 +42,65 @@ class _ImageFile:
     columns: dict[str, str] = field(default_factory=dict)
 
 
-def load_images(options: DataOptions) -> Splits:
-    """Read a folder of images at `image_size` pixels a side.
+@dataclass(frozen=True)
+class ListedImages:
+    """The training and test files of a folder of images, none of which is opened yet, and its classes."""
+
+    train: list[_ImageFile]
+    test: list[_ImageFile]
+    class_names: list[str]
+
+    def split(self, files: Sequence[_ImageFile], images: Images) -> LabelledImages:
+        """Return some of the files' images with their labels and columns."""
+        number_of = {name: number for number, name in enumerate(self.class_names)}
+        numbers = [0 if file.label is None else number_of[file.label] for file in files]
+        columns = {name: tuple(file.columns[name] for file in files) for name in self.train[0].columns}
+        return LabelledImages(images, torch.tensor(numbers, dtype=torch.int64), columns=columns)
+
+
+def listed_images(options: DataOptions) -> ListedImages:
+    """List a folder of images, at least one for training; what is left out is named to the user.
 
     Where the folder holds train/ and test/, they are the splits. Otherwise all images are training images, but for a
-    fixed, stratified `test_fraction` of them where there are labels. `more_paths` are further folders of images. Their
-    channels are those of `decode_images`.
+    fixed, stratified `test_fraction` of them where there are labels. `more_paths` are further folders of images.
     """
     assert options.path is not None
-    root = expand_home(options.path)
-    train, test = _of_several_folders(options) if options.more_paths else _listed_splits(root, "data.path", options)
+    if options.more_paths:
+        train, test = _of_several_folders(options), []
+    else:
+        train, test = _listed_splits(expand_home(options.path), "data.path", options)
     class_names = _class_names(train, test, by_number=isinstance(options.labels, Path))
     if options.name == "images" and class_names and not test:
         train, test = _split_off_test(train, options.test_fraction)
-    files = [*train, *test]
-    window = measured_window([file.path for file in train], options)
+    return ListedImages(train, test, class_names)
+
+
+def load_images(options: DataOptions) -> Splits:
+    """Read the images of `listed_images` at `image_size` pixels a side; their channels are those of `decode_images`."""
+    listing = listed_images(options)
+    files = [*listing.train, *listing.test]
+    paths = [file.path for file in files]
+    window = measured_window(paths, len(listing.train), options)
     options = options.model_copy(update={"window": window})
     size = options.image_size or 32
     if options.name == "images" and options.image_size is None:
         notify(f"images are resized to {size} x {size} pixels; set data.image_size for another size")
-    images, indices = decode_images([file.path for file in files], options, size, size)
+    images, indices = decode_images(paths, options, size, size)
     kept = [files[index] for index in indices]
-    train_count = sum(index < len(train) for index in indices)
-    if train_count == 0 or (test and train_count == len(kept)):
+    train_count = sum(index < len(listing.train) for index in indices)
+    if train_count == 0 or (listing.test and train_count == len(kept)):
         name = "training" if train_count == 0 else "test"
-        raise UserError(f"none of the {name} images in {printable(root)} can be read; repair or replace them")
-    number_of = {name: number for number, name in enumerate(class_names)}
-    labels = torch.tensor([0 if file.label is None else number_of[file.label] for file in kept])
-    train_split, test_split = (
-        LabelledImages(
-            images_of_rows(images, part),
-            labels[part],
-            columns={name: tuple(file.columns[name] for file in kept[part]) for name in kept[0].columns},
+        raise UserError(
+            f"none of the {name} images in {printable(str(options.path))} can be read; repair or replace them"
         )
+    train, test = (
+        listing.split(kept[part], images_of_rows(images, part))
         for part in (slice(0, train_count), slice(train_count, None))
     )
-    return Splits(train_split, test_split, tuple(map(printable, class_names)), window=window)
+    return Splits(train, test, tuple(map(printable, listing.class_names)), window=window)
 
 
-def _of_several_folders(options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:
+def _of_several_folders(options: DataOptions) -> list[_ImageFile]:
     """Return the training files of all folders, each with its folder, as it was given, in the column `folder`."""
     assert options.path is not None
     files: list[_ImageFile] = []
@@ -99,11 +119,11 @@ def _of_several_folders(options: DataOptions) -> tuple[list[_ImageFile], list[_I
         raise UserError(
             f"two of data.path and data.more_paths hold the same files: {listed(repeated, 3)}; name each once"
         )
-    return files, []
+    return files
 
 
 def _listed_splits(root: Path, option: str, options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:
-    """List the training and test files below `root`, the value of `option`; what is left out is named to the user."""
+    """List the training and test files below `root`, the value of `option`."""
     kind = kind_of(root)
     if kind != "folder":
         what = f"{printable(root)} is no folder" if kind == "file" else f"there is no folder {printable(root)}"

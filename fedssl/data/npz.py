@@ -19,10 +19,19 @@ from ..errors import UserError, explained
 from ..untrusted import expand_home, printable
 from .files import first_bytes, kind_of, listed, remedy
 from .options import DataOptions
-from .pixels import Window, channels_first, notify_of_copies, to_uint8
+from .pixels import (
+    VALUES_FOR_WINDOW,
+    Window,
+    channel_axis,
+    channels_first,
+    is_deep,
+    notify_of_copies,
+    require_pixels,
+    to_uint8,
+    window_of_percentiles,
+)
 from .splits import LabelledImages, Splits, unlabelled
 from .stored_images import available_memory
-from .windows import window_of_arrays
 
 _SHARE_OF_MEMORY = 0.5  # the clients' shares are copies
 _LONGEST_HEADER = 10_000  # bytes, as numpy limits it
@@ -81,11 +90,24 @@ def load_npz(options: DataOptions) -> Splits:
 def _images(arrays: dict[str, NDArray[Any]], path: Path, options: DataOptions) -> tuple[list[Tensor], Window | None]:
     """Return images [n, C, H, W] and the window; `percentiles` is measured on the first array."""
     named = {f"{printable(key)} in {printable(path)}": array for key, array in arrays.items()}
-    window = window_of_arrays(named, options.window, options.channels)
+    window = options.window
+    if window == "percentiles":
+        window = _percentiles(*next(iter(named.items())), options.channels)
     pixels = to_uint8(named, window, options.channels)
     rows = [f"{key}/{row}" for key, array in arrays.items() for row in range(len(array))]
     notify_of_copies([hash(image.tobytes()) for array in pixels.values() for image in array], rows.__getitem__)
     return [channels_first(array, name, options.channels) for name, array in pixels.items()], window
+
+
+def _percentiles(name: str, images: NDArray[Any], channels: int | None) -> Window | None:
+    """Return the window of percentiles of images [n, ...]; None without pixels of more than 8 bits."""
+    require_pixels(name, images)
+    if not is_deep(images):
+        return None
+    axis = 0 if images.ndim == 3 else channel_axis(images.shape, name, channels)
+    by_channel = np.moveaxis(images, axis, 0) if axis and channels != 1 else images[None]  # colours become grey
+    step = math.ceil(by_channel[0].size / VALUES_FOR_WINDOW)
+    return window_of_percentiles(by_channel[:, ::step].reshape(len(by_channel), -1))
 
 
 def images_in(

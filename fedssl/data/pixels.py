@@ -18,9 +18,12 @@ from .options import MOST_CHANNELS, DataOptions
 Limits = tuple[float, float]
 #: [low, high] become 0 and 255, as a radiologist's window does, also one pair for each channel; `full` is the range of
 #: the pixels' type; `per_image` is each image's own smallest and largest value; `file` is the window that a DICOM file
-#: names itself; `percentiles` is measured on the training images, see windows.py, and then one of the first two
+#: names itself; `percentiles` is measured on the training images, and then one of the first two
 Window = Limits | tuple[Limits, ...] | Literal["full", "per_image", "file", "percentiles"]
 
+#: of each channel, evenly spread over the images, from which percentiles are measured
+VALUES_FOR_WINDOW = 2**22
+_PERCENTILES = (1, 99)
 _NARROWEST = 1e-200  # a window of one value is a step from 0 to 255 above it, and its quotients stay finite
 _VALUES_AT_A_TIME = 2**22
 _RESIZED_AT_A_TIME = 1024
@@ -63,6 +66,19 @@ def apply_window(
         width = np.maximum(high - low, _NARROWEST)
         scaled[start : start + step] = np.rint(np.clip((part - low) / width, 0.0, 1.0) * 255.0)
     return scaled
+
+
+def window_of_percentiles(values: NDArray[Any]) -> Window:
+    """Return the percentiles of each channel, [channels, k]; where both are equal, the smallest and largest value."""
+    windows: list[Limits] = []
+    for channel in values:
+        low, high = (float(value) for value in np.percentile(channel.astype(np.float64), _PERCENTILES))
+        if not low < high:
+            low, high = float(channel.min()), float(channel.max())
+        windows.append((low, high if low < high else low + 1.0))
+    shown = ", ".join(f"[{low:g}, {high:g}]" for low, high in windows)
+    notify(f"data.window is {shown}: the {_PERCENTILES[0]}st and {_PERCENTILES[1]}th percentile of each channel")
+    return windows[0] if len(windows) == 1 else tuple(windows)
 
 
 def windows_of(window: Window, channels: int) -> tuple[Window, ...]:

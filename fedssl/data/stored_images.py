@@ -33,15 +33,16 @@ from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, s
 from .image_kinds import usual_channels, usual_size
 from .options import DataOptions
 from .pixels import (
+    VALUES_FOR_WINDOW,
     Window,
     is_by_channel,
     notify_of_constant,
     notify_of_copies,
     range_of_floats,
     require_pixels,
+    window_of_percentiles,
     windows_to_set,
 )
-from .windows import window_of_files
 
 _CACHE_VERSION = 5  # to be raised when a file's pixels come to mean something else
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
@@ -196,24 +197,20 @@ def decode_images(files: Sequence[Path], options: DataOptions, height: int, widt
         warnings.simplefilter("ignore")  # Pillow's, of files that are read all the same or named as broken
         limit = _SHARE_OF_MEMORY * available_memory() if options.memory_limit is None else options.memory_limit * 1e9
         asked_for = "" if options.channels is None else f" {options.channels}"
-        decoded_as = f"{height} {width} {options.window}{asked_for}"
-        needed = len(files) * max(3, options.channels or 3) * height * width
-        if needed > limit and (cached := _read_cache(_cache_path(files, decoded_as), files, options)):
+        cache = _cache_path(files, f"{height} {width} {options.window}{asked_for}")
+        if cached := _read_cache(cache, files, options, limit):
             return cached
         kinds, faults = _read_headers(files, options)
         options = options.model_copy(update={"window": _checked_window(files, kinds, options)})
         readable = {index: files[index] for index in kinds}
         shape = _channels_of(files, kinds, options), height, width
         needed = len(readable) * math.prod(shape)
-        if needed <= limit:  # gray images take a third
+        if needed <= limit:
             images = torch.empty((len(readable), *shape), dtype=torch.uint8)
             rows = iter(images.numpy())
             kept = _decode(readable, shape, options, faults, lambda pixels: np.copyto(next(rows), pixels))
             report_broken(files, faults, options.broken)
             return images[: len(kept)], kept
-        cache = _cache_path(files, decoded_as)
-        if cached := _read_cache(cache, files, options):  # of more channels than were counted above
-            return cached
         notify(f"decoding {len(readable):,} images once, into {printable(cache)} ({readable_bytes(needed)})")
         with _new_file(cache, needed) as file:
             kept = _decode(readable, shape, options, faults, lambda pixels: file.write(pixels.tobytes()))
@@ -224,15 +221,23 @@ def decode_images(files: Sequence[Path], options: DataOptions, height: int, widt
         return open_stored_images(cache, shape, len(kept)), kept
 
 
-def measured_window(files: Sequence[Path], options: DataOptions) -> Window | None:
-    """Return the window of the options; that of percentiles as the numbers of the training images' files."""
+def measured_window(files: Sequence[Path], training: int, options: DataOptions) -> Window | None:
+    """Return the window of the options; that of percentiles as the numbers of the first files, the training images."""
     if options.window != "percentiles":
         return options.window
-    kinds = {file: kind for file in files if (kind := _readable_kind(file, options.channels))}
-    needing = [file for file, kind in kinds.items() if kind.deep]
+    kinds = [_readable_kind(file, options.channels) for file in files]
+    channels = options.channels or usual_channels([kind for kind in kinds if kind])
+    needing = [file for file, kind in zip(files[:training], kinds, strict=False) if kind and kind.deep]
     chosen = needing[:: math.ceil(len(needing) / _FILES_FOR_WINDOW) or 1]
-    channels = options.channels or usual_channels(kinds.values())
-    return window_of_files([values for _, values in _values_of(chosen, options.channels)], channels)
+    least = max(1, VALUES_FOR_WINDOW // max(1, len(chosen)))
+    parts = []
+    for _, values in _values_of(chosen, options.channels):
+        part = values[:: math.ceil(len(values) / least)]
+        # grey and colours become each other
+        parts.append(part.reshape(-1, 1).repeat(channels, 1) if {part.shape[1], channels} == {1, 3} else part)
+    fitting = [part for part in parts if part.shape[1] == channels]  # decoding refuses the others
+    parts = fitting or [part.reshape(-1, 1) for part in parts]
+    return window_of_percentiles(np.concatenate(parts).T) if parts else None
 
 
 def _readable_kind(file: Path, channels: int | None) -> ImageKind | None:
@@ -255,17 +260,23 @@ def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
         except OSError:
             state = "missing"
         digest.update(os.fsencode(os.path.abspath(file)) + b"\0" + state.encode() + b"\0")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedssl" / "decoded"
+    folder = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "fedssl", "decoded")
     return folder / f"{digest.hexdigest()[:32]}.images"
 
 
-def _read_cache(cache: Path, files: Sequence[Path], options: DataOptions) -> tuple[Images, list[int]] | None:
-    """Return what `decode_images` gave an earlier run, or None; what it could not read is named again."""
+def _read_cache(
+    cache: Path, files: Sequence[Path], options: DataOptions, limit: float
+) -> tuple[Images, list[int]] | None:
+    """Return what `decode_images` gave an earlier run, or None; what it could not read is named again.
+
+    What takes no more than `limit` bytes is held in memory by now.
+    """
     try:
         stored = json.loads(cache.with_suffix(".json").read_text(encoding="utf-8"))
         channels, height, width = stored["shape"]
         kept, faults = stored["kept"], {int(index): reason for index, reason in stored["faults"].items()}
-        if cache.stat().st_size != len(kept) * channels * height * width:
+        size = len(kept) * channels * height * width
+        if size <= limit or size != cache.stat().st_size:
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

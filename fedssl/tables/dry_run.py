@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.datasets import Dataset, _balanced_subset, load_dataset
+from ..data.datasets import Dataset, balanced_subset, load_dataset
 from ..data.files import kind_of
-from ..data.images import _class_names, _listed_splits, _of_several_folders, _split_off_test
+from ..data.images import listed_images
 from ..data.options import SOURCES, DataOptions
 from ..data.splits import LabelledImages
 from ..data.summary import summarise
@@ -58,12 +58,16 @@ def dry_run(table: Table, overrides: Sequence[str] = (), note: Note = lambda tex
     all_costs: list[RunCost | None] = []
     known: dict[tuple[str, torch.Size], RunCost] = {}
     missing: dict[str, None] = {}
+    read: tuple[object, Dataset | None] = (None, None)  # what was read, and the data, which rows mostly share
     for scenario in table.all_scenarios:
         costs: list[RunCost | None] = []
         for row in table.rows:
             recipe, missing_data = _recipe_and_missing_data(table, row, scenario, overrides)
             missing |= dict.fromkeys(missing_data)
-            data = training_data(recipe.data, recipe.seed, scenario.expected_data or table.expected_data)
+            wanted = recipe.data, scenario.expected_data or table.expected_data
+            if read[0] != wanted:
+                read = wanted, training_data(recipe.data, recipe.seed, wanted[1])
+            data = read[1]
             if data is None:
                 costs.append(None)
                 continue
@@ -160,7 +164,10 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     elif not source.image_files:
         return load_dataset(options.model_copy(update={"public_path": None}), seed)
     else:
-        size, names, files = _listed_images(options)
+        listing, seen = listed_images(options), summarise(options.model_dump(mode="json"))
+        assert seen is not None
+        size = ExpectedData(images=len(listing.train), shape=(seen.channels, seen.side, seen.side))
+        names, files = tuple(listing.class_names), listing.split(listing.train, torch.arange(len(listing.train)))
     if files is None:
         labels = torch.arange(size.images) % size.classes
         names = tuple(map(str, range(size.classes))) if size.classes > 1 else ()
@@ -168,26 +175,9 @@ def training_data(options: DataOptions, seed: int, expected: ExpectedData | None
     shape = size.shape if options.image_size is None else (size.shape[0], options.image_size, options.image_size)
     count = size.images - math.ceil(options.validation_fraction * size.images) - options.public_holdout
     count = max(0, count if options.train_limit is None else min(count, options.train_limit))
-    files = _balanced_subset(files, count, seed, stream=0)
+    files = balanced_subset(files, count, seed, stream=0)
     noise = _noise(count, shape)
     return Dataset(options.name, noise, files.labels, noise[:0], files.labels[:0], names, None, columns=files.columns)
-
-
-def _listed_images(options: DataOptions) -> tuple[ExpectedData, tuple[str, ...], LabelledImages]:
-    """Return the training images' size, classes, and labels in place of images, as `load_images` would read them."""
-    assert options.path is not None
-    root = expand_home(options.path)
-    files, test = _of_several_folders(options) if options.more_paths else _listed_splits(root, "data.path", options)
-    names = _class_names(files, test, by_number=isinstance(options.labels, Path))
-    if options.name == "images" and names and not test:
-        files, _ = _split_off_test(files, options.test_fraction)
-    seen = summarise(options.model_dump(mode="json"))
-    assert seen is not None
-    number_of = {name: number for number, name in enumerate(names)}
-    labels = torch.tensor([0 if file.label is None else number_of[file.label] for file in files])
-    columns = {name: tuple(file.columns[name] for file in files) for name in files[0].columns}
-    size = ExpectedData(images=len(files), shape=(seen.channels, seen.side, seen.side))
-    return size, tuple(names), LabelledImages(labels, labels, columns=columns)
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,17 @@ def test_percentiles_are_those_of_the_channels_that_grey_and_coloured_images_bec
         assert np.allclose(array.window, wanted)
 
 
+def test_percentiles_are_those_of_what_most_of_all_images_are_whatever_the_training_images_are(tmp_path):
+    for split, shape, count in (("train", COLOUR, 3), ("train", GREY, 2), ("test", GREY, 5)):
+        for number in range(count):
+            file = tmp_path / split / f"{len(shape)}{shape[2]}{number}.png"
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(imagecodecs.png_encode(values_of("u2", *shape).squeeze() + np.uint16(number)))
+    data = load_dataset(DataOptions(name="images", path=tmp_path, image_size=8, window="percentiles"), 0)
+    assert data.train_images.shape == (5, 1, 8, 8)
+    assert len(data.window) == 2
+
+
 def varying(low: float, high: float) -> np.ndarray:
     return np.linspace(low, high, 8 * 8 * 5, dtype="f4").reshape(8, 8, 5)
 

@@ -125,7 +125,7 @@ def test_image_files_are_counted_by_their_folders(tmp_path):
     ],
     ids=["labels of a table", "a column of a table", "several folders"],
 )
-def test_labels_and_columns_of_image_files_are_read(data, partition, tmp_path, monkeypatch):
+def test_labels_and_columns_of_image_files_are_read_once_for_all_rows(data, partition, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     lines = ["file;label;hospital"]
     for number in range(60):
@@ -134,8 +134,11 @@ def test_labels_and_columns_of_image_files_are_read(data, partition, tmp_path, m
         lines.append(f"{name};{('cat', 'dog')[number // 2 % 2]};{'ab'[number % 2]}")
     (tmp_path / "scans.csv").write_text("\n".join(lines))
     data = {"name": "images", "image_size": 16, "train_limit": 40, **data}
+    (tmp_path / "scans" / "ma" / "notes.txt").touch()
     recipe = AVERAGED | {"data": data, "partition": {"clients": 2, **partition}}
-    assert "In all: " in listed(load_table(write_table(tmp_path, recipe, [{"label": "own"}], seeds=[0])))
+    rows = [{"label": label} for label in ("own", "again")]
+    assert "In all: " in listed(load_table(write_table(tmp_path, recipe, rows, seeds=[0])))
+    assert caplog.text.count("1 file is left out of") == 1
     options = DataOptions(**data)
     noise, read = training_data(options, 0, None), load_dataset(options, 0)
     assert (noise.class_names, noise.columns.keys()) == (read.class_names, read.columns.keys())
