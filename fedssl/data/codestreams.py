@@ -1,4 +1,4 @@
-"""What JPEG, JPEG-LS, JPEG 2000 or JPEG XL data in a DICOM file or a TIFF says of itself: its header may contradict."""
+"""What JPEG, JPEG-LS or JPEG 2000 data in a DICOM file or a TIFF says of itself: its header may contradict."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,6 @@ _JPEG_2000_BEGINS = b"\xff\x4f\xff\x51"
 _CODING_STYLE = b"\xff\x52"
 _NO_FRAME = (0xC4, 0xC8, 0xCC)  # the markers from C0 to CF that do not begin a JPEG's frame
 _JPEG_LS_FRAME = 0xF7
-_JPEG_XL_BOX = b"jxlc"
-_JPEG_XL_BITS = (9, 13, 18, 30)  # of a length, by its first two bits
-_JPEG_XL_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # of width and height
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,6 @@ def read_codestream(data: bytes) -> Codestream | None:
         colours = "RGB" if style >= 0 and data[style + 8 : style + 9] == b"\1" else None
         samples, bits = _number(data, start + 40, 2), (data[start + 42] & 127) + 1
         return Codestream("JPEG 2000", right - left, lower - upper, samples, bits, colours)
-    box = data.find(_JPEG_XL_BOX, 0, 2**10)
-    if data[:2] == b"\xff\x0a" or box >= 0:
-        return _of_jpeg_xl(data[max(0, box + 4 if box >= 0 else 0) + 2 :][:16])
     place = 2 if data[:2] == b"\xff\xd8" else len(data)
     transformed = False
     while place + 9 < len(data) and data[place] == 0xFF:  # ISO 10918-1, B.2.2
@@ -52,25 +46,6 @@ def read_codestream(data: bytes) -> Codestream | None:
             return Codestream(form, width, height, data[place + 9], data[place + 4], colours)
         place += 2 + _number(data, place + 2, 2) if marker != 0xFF else 1
     return None
-
-
-def _of_jpeg_xl(header: bytes) -> Codestream:
-    """Read the size alone (ISO 18181-1, SizeHeader), whose bits begin with the lowest of each byte."""
-    bits = int.from_bytes(header, "little")
-
-    def take(count: int) -> int:
-        nonlocal bits
-        value, bits = bits & (2**count - 1), bits >> count
-        return value
-
-    small = take(1)
-
-    def length() -> int:
-        return 8 * (take(5) + 1) if small else take(_JPEG_XL_BITS[take(2)]) + 1
-
-    height, ratio = length(), take(3)
-    across, down = _JPEG_XL_RATIOS[ratio - 1]
-    return Codestream("JPEG XL", height * across // down if ratio else length(), height, 1, 8)
 
 
 def _number(data: bytes, place: int, size: int) -> int:

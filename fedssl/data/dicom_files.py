@@ -225,7 +225,7 @@ def _decompress(stored: Any) -> None:
     extended, images = None if None in places else places, int(stored.get("NumberOfFrames") or 1)
     data = get_frame(stored.PixelData, 0, number_of_frames=images, extended_offsets=extended)
     found = read_codestream(data)
-    if found is None or found.form == "JPEG XL":
+    if found is None:
         raise BrokenImageError("its compressed data do not begin as JPEG, JPEG-LS or JPEG 2000; export it again")
     size, header = (found.width, found.height), (int(stored.Columns), int(stored.Rows))
     samples, allocated = int(stored.SamplesPerPixel), int(stored.BitsAllocated)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError, explained
 from ..untrusted import expand_home, printable
-from .files import first_bytes, kind_of, listed, remedy
+from .files import first_bytes, kind_of, listed, notify, remedy
 from .options import DataOptions
 from .pixels import (
     VALUES_FOR_WINDOW,
@@ -54,12 +54,14 @@ def load_npz(options: DataOptions) -> Splits:
     with NpzArchive(path) as archive:
         unlabelled_keys = _unlabelled_keys(archive.names)
         if unlabelled_keys:
+            _tell_of_unread(archive.names, unlabelled_keys, path)
             tensors, window = _images(archive.read(unlabelled_keys), path, options)
             first, second = tensors[0], tensors[1] if len(tensors) > 1 else tensors[0][:0]
             return Splits(unlabelled(first), unlabelled(second), (), window=window)
         keys = _split_keys(archive.names, path)
-        names = ["class_names"] if "class_names" in archive.names else []
-        arrays = archive.read([*(key for pair in keys for key in pair), *names])
+        names = [*(key for pair in keys for key in pair), *{"class_names"}.intersection(archive.names)]
+        _tell_of_unread(archive.names, names, path)
+        arrays = archive.read(names)
 
     several = all(_is_multi_label(arrays[label_key]) for _, label_key in keys)
     keys = keys[:2] if several else keys
@@ -97,6 +99,14 @@ def _images(arrays: dict[str, NDArray[Any]], path: Path, options: DataOptions) -
     rows = [f"{key}/{row}" for key, array in arrays.items() for row in range(len(array))]
     notify_of_copies([hash(image.tobytes()) for array in pixels.values() for image in array], rows.__getitem__)
     return [channels_first(array, name, options.channels) for name, array in pixels.items()], window
+
+
+def _tell_of_unread(names: Sequence[str], read: Sequence[str], path: Path) -> None:
+    if unread := [name for name in names if name not in read]:
+        notify(
+            f"{printable(path)}: {listed(unread)} {'is' if len(unread) == 1 else 'are'} not read; read are "
+            f"{listed(read)}, and labels where they are called {' or '.join(keys[1] for keys in _TRAIN_AND_TEST_KEYS)}"
+        )
 
 
 def _percentiles(name: str, images: NDArray[Any], channels: int | None) -> Window | None:

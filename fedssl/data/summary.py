@@ -30,7 +30,7 @@ class DataSummary:
         images: how many there are after data.public_holdout and train_limit; 0 where that is unknown.
         channels: 1 where all are grey, 3 in colour, or another number.
         side: their shorter side in pixels; of image files, the side to which they are brought.
-        labelled: whether they have labels.
+        labelled: whether each has a class.
         from_files: whether they are image files, which have to be brought to one size.
     """
 
@@ -79,10 +79,12 @@ def _of_npz(path: Path, channels: int | None) -> DataSummary:
         if chosen is None:
             raise UserError(f"data.path: {path} holds none of the arrays {', '.join(_IMAGE_KEYS)}")
         shape = archive.shape(chosen)
+        labels = [archive.shape(name) for name in _LABEL_KEYS if name in names]
     axis = None if len(shape) == 3 else channel_axis(shape, f"data.path: {chosen} in {path}", channels)
     stored = 1 if axis is None else shape[axis]
     side = min(size for number, size in enumerate(shape) if number not in (0, axis))
-    return DataSummary(shape[0], channels or stored, side, any(name in names for name in _LABEL_KEYS))
+    one_class = any(one[1:] in ((), (1,)) for one in labels)  # and not several labels an image
+    return DataSummary(shape[0], channels or stored, side, one_class)
 
 
 def _of_files(path: Path, options: DataOptions) -> DataSummary:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.data.summary import summarise
 from fedssl.engines import in_process
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
@@ -86,9 +87,10 @@ def test_what_needs_labels_is_refused(folder, tiny, changes, says):
     ("keys", "test_images"),
     [({"x": "x_train"}, 0), ({"x_train": "x_train", "x_test": "x_test"}, 5), ({"train_images": "x_train"}, 0)],
 )
-def test_npz_without_labels(tmp_path, keys, test_images):
+def test_npz_without_labels(tmp_path, caplog, keys, test_images):
     arrays = {key: good_arrays()[name] for key, name in keys.items()}
-    dataset = load_npz(save(tmp_path / "a.npz", **arrays, other=random_pixels(3)))
+    dataset = load_npz(save(tmp_path / "a.npz", **arrays, y=random_pixels(3)))
+    assert f"a.npz: y is not read; read are {', '.join(keys)}, and labels where they are called y_train" in caplog.text
     assert not dataset.labelled
     assert (len(dataset.train_images), len(dataset.test_images)) == (12, test_images)
 
@@ -101,6 +103,7 @@ def test_several_labels_an_image_are_measured_by_auroc(tiny, tmp_path):
     recipe = tiny(**AVERAGED, data=data, partition=IID, rounds=1)
     dataset = build_federation(recipe).dataset
     assert not dataset.labelled
+    assert not summarise(data).labelled
     assert dataset.train_targets.shape == (30, 4)
     assert dataset.test_targets.shape == (15, 4)
     in_process.run(recipe, tmp_path / "run")
