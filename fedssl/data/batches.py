@@ -82,16 +82,13 @@ def read_ahead(
 
     An error of `read` is raised in place of its batch. The thread has ended when the iterator is closed.
     """
-    thread = ThreadPoolExecutor(1, "read-ahead")
-    submitted = ((rows, thread.submit(read, rows)) for rows in batches)
-    try:
+    with ThreadPoolExecutor(1, "read-ahead") as thread:
+        submitted = ((rows, thread.submit(read, rows)) for rows in batches)
         pending = deque(itertools.islice(submitted, ahead + 1))
         while pending:
             rows, images = pending.popleft()
             yield rows, images.result()
             pending.extend(itertools.islice(submitted, 1))
-    finally:
-        thread.shutdown(cancel_futures=True)
 
 
 class Prefetch(Iterator[Item], Generic[Item]):

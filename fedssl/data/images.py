@@ -271,19 +271,14 @@ def _by_like_name(names: Sequence[str], depth: int) -> dict[tuple[str, ...], lis
 
 
 def _numbered_lines(text: str, file_column: str) -> list[tuple[int, list[str]]]:
-    """Return the lines of a table that hold a value, at least one, each with the number at which it begins.
+    """Return the lines of a table that hold a value, at least one, each with the number at which it ends.
 
     Columns are parted by what separates `file_column` from others in the first line; by commas if nothing does.
     """
     first = next((line for line in text.splitlines() if line.strip()), "")
     found = (one for one in ",;\t" if file_column in [name.strip().strip('"') for name in first.split(one)])
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=next(found, ","), strict=True)
-    lines, number = [], 1
-    for line in reader:
-        values = [value.strip() for value in line]
-        if any(values):
-            lines.append((number, values))
-        number = reader.line_num + 1
+    lines = [(reader.line_num, values) for line in reader if any(values := [value.strip() for value in line])]
     return lines or [(1, [])]
 
 

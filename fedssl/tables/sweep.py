@@ -78,7 +78,10 @@ def run_sweep(
     trials = trials_of(table, trust)
     recipes, metric = [cell.recipe for cell in table_cells(trials, output, overrides)], table.sweep.metric
     if not all(recipe.data.validation_fraction for recipe in recipes):
-        raise UserError("sweep: trials are measured on validation images: leave data.validation_fraction=0 out")
+        raise UserError(
+            "sweep: trials are measured on validation images: leave data.validation_fraction=0 out, or add "
+            "data.validation_fraction=0.2 where data={...} replaces it"
+        )
     found = summarise(recipes[0].data.model_dump())
     if metric != "view_retrieval" and found is not None and not found.labelled:
         raise UserError(f"sweep: images without labels have no {metric}: set sweep.metric to view_retrieval")

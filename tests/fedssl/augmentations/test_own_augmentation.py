@@ -108,17 +108,11 @@ def test_a_preset_gives_its_options_to_random_views_alone(noise, monkeypatch):
     assert (kept.augmentation.flip, kept.augmentation.blur) == (0.2, 0.0)
 
 
-def test_its_path_is_seen_from_the_recipes_folder_and_its_options_are_checked(noise, tmp_path):
-    file, text = tmp_path / "own.yaml", "{objective: byol, schedule: end_to_end, local_update: keep_own, augmentation: "
-    file.write_text(text + "{name: ./noise.py, strength: 0.5}, name: own, preset: digits}")
-    assert load_recipe(file, trust=True).augmentation.strength == 0.5
+def test_options_without_a_name_are_those_of_random_views(tmp_path):
     for part, message in {
-        "{name: ./noise.py, strenth: 1}": r"augmentation\.strenth: unknown key; did you mean strength\?",
-        "{name: ./nowhere.py}": r"augmentation\.name: there is no part file",
         "{name: blurred}": r"augmentation\.name: augmentations has no part 'blurred'; expected one of multi_crop, ",
         "{flipp: 0.5}": r"augmentation\.flipp: unknown key; did you mean flip\?",
         "null": "augmentation: expected a part such as",
     }.items():
-        file.write_text(text + part + ", name: own, preset: digits}")
         with pytest.raises(UserError, match=message):
-            load_recipe(file, trust=True)
+            load_recipe("fedbyol", [f"augmentation={part}"])

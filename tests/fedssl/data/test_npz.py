@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.data.datasets import load_dataset
 from fedssl.data.options import DataOptions
 from fedssl.data.stored_images import available_memory
 from tests.fedssl.data.data_files import good_arrays, load_npz, random_pixels, refused, save
@@ -215,9 +214,9 @@ def described(shape: str, dtype: str = "|u1") -> str:
     return f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
 
 
-def write_npz(path: Path, kind: int = zipfile.ZIP_STORED, **members: bytes) -> Path:
+def write_npz(path: Path, **members: bytes) -> Path:
     """The good arrays with some members replaced by raw bytes."""
-    with zipfile.ZipFile(path, "w", kind) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         for name, array in good_arrays().items():
             content = io.BytesIO()
             np.save(content, array)
@@ -251,20 +250,8 @@ def test_headers_that_lie(tmp_path, content, says):
         refused(rf"{key} is corrupt.*{says}|{key} is {says}", of(write_npz(tmp_path / "a.npz", **{key: content})))
 
 
-@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_damaged_and_unknown_compression(tmp_path, kind):
-    path = write_npz(tmp_path / "a.npz", kind)
-    load_dataset(of(path), 0)
-    with zipfile.ZipFile(path) as archive:
-        member = archive.getinfo("x_train.npy")
-    begin = member.header_offset + 30 + len("x_train.npy")
-    whole = path.read_bytes()
-    for offset in (9, 20, member.compress_size // 2):  # after the header, whose bytes are not all used
-        damaged = bytearray(whole)
-        damaged[begin + offset : begin + offset + 3] = b"\xff\x00\xff"
-        path.write_bytes(damaged)
-        refused(r"x_train is corrupt", of(path))
-    write_npz(path)
+def test_unknown_compression(tmp_path):
+    path = write_npz(tmp_path / "a.npz")
     damaged = bytearray(path.read_bytes())
     local, central = damaged.index(b"PK\x03\x04") + 8, damaged.index(b"PK\x01\x02") + 10
     damaged[local : local + 2] = damaged[central : central + 2] = b"\x63\x00"

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -228,16 +227,3 @@ def test_the_default_limit_is_a_share_of_the_memory_and_gray_images_take_a_third
         images = load_dataset(options_of(folder / "gray", limit, labels=None, image_size=100), 0).train_images
         assert isinstance(images, kind)
         assert images.shape == (10, 1, 100, 100)
-
-
-def test_files_of_many_channels_are_counted_with_all_of_them_and_decoded_once(folder, monkeypatch, caplog):
-    for number in range(16):
-        np.save(folder / f"{number}.npy", random_pixels(16, 16, 13, seed=number))
-    for inner in "ab":
-        shutil.rmtree(folder / inner)
-    options = options_of(folder, 0.00002, labels=None)  # 20 kB; they are 53 kB, and were 12 kB with three channels
-    images = load_dataset(options, 0).train_images
-    assert isinstance(images, StoredImages)
-    assert "decoding 16 images once, into" in caplog.text
-    monkeypatch.setattr(stored_images, "read_pixels", None)  # whoever decodes fails
-    assert load_dataset(options, 0).train_images[:].equal(images[:])
