@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from ..errors import UserError, install_command
 from ..untrusted import printable
-from .codestreams import read_codestream
 from .files import first_line
-from .image_kinds import BrokenImageError, ImageKind, require_size
+from .image_kinds import BrokenImageError, ImageKind, read_codestream, require_size
 from .pixels import Window, apply_window
 
 _GROUPS = ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence")

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .codestreams import read_codestream
 from .files import first_line
-from .image_kinds import MOST_PIXELS, BrokenImageError, ImageKind, kind_of_values, require_size
+from .image_kinds import MOST_PIXELS, BrokenImageError, ImageKind, kind_of_values, read_codestream, require_size
 from .pixels import upright
 
 _WHITE_IS_ZERO, _RGB, _PALETTE, _CMYK, _YCBCR, _CIELAB = 0, 2, 3, 5, 6, 8  # photometric interpretations

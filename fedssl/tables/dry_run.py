@@ -198,7 +198,8 @@ def run_cost(recipe: Recipe, data: Dataset) -> RunCost:
     if not recipe.schedule.trains:
         return RunCost(0.0, 0.0, 0.0)
     if public_image_users(recipe):
-        count = recipe.data.public_holdout or recipe.data.public_limit or _PUBLIC_IMAGES
+        given = [number for number in (recipe.data.public_holdout, recipe.data.public_limit) if number]
+        count = min(given, default=_PUBLIC_IMAGES)
         data = replace(data, public_images=_noise(count, tuple(data.train_images.shape[1:])))
     alone = {"engine": "in-process", "evaluation": EvaluationOptions()}
     pace = measure_pace(build_federation(recipe.model_copy(update=alone), data), SECONDS)

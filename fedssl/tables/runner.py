@@ -96,6 +96,12 @@ def check_output(name: str, output: Path, cells: Sequence[Cell]) -> None:
             _check_recipe(cell)
 
 
+_WITHOUT_EFFECT = (
+    *("description", "clients_parallel", "evaluation.patience", "model.digests"),
+    *("data.download", "data.memory_limit", "data.follow_links"),
+)
+
+
 def _check_recipe(cell: Cell) -> None:
     """Raise if a key that affects results differs from the stored run's.
 
@@ -106,7 +112,7 @@ def _check_recipe(cell: Cell) -> None:
     known = set(own_parts(read_values(directory.path / "recipe.yaml"))) <= set(wanted_parts)
     recipe = load_stored_recipe(directory, trust=known, resuming=True)
     for key, (stored, wanted) in differences(recipe, cell.recipe).items():
-        matters = not key.startswith(("description", "clients_parallel", "evaluation.patience", "model.digests"))
+        matters = not key.startswith(_WITHOUT_EFFECT)
         # the table's folder decides an oracle, and a run records a teacher's digest and width, and percentiles
         is_found = key.endswith((".oracle", ".teacher_digest", ".teacher_features"))
         is_found |= key.startswith("data.window") and cell.recipe.data.window == "percentiles"

@@ -144,7 +144,7 @@ def test_a_finished_table_is_written_and_not_run_again(tiny_table, copied, monke
     monkeypatch.setattr(in_process, "run", None)
     monkeypatch.setattr(in_process, "resume", None)
     (copied / "table.md").unlink()
-    run_table(tiny_table, copied, CHANGES)
+    run_table(tiny_table, copied, [*CHANGES, "data.download=true", "data.memory_limit=3"])  # on which nothing depends
     assert states(copied) == before
     assert (copied / "table.md").read_text(encoding="utf-8") == markdown
     message = "was made with training.deterministic=False, now it is True"
