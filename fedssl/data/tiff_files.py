@@ -6,10 +6,10 @@ level that is not too large is read.
 
 import logging
 import math
-import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,9 +52,11 @@ def read_tiff(file: Path, channels: int | None, header_only: bool) -> tuple[Imag
     from tifffile import TiffFile
 
     try:
-        _require_end(file)
         # Not with what lies in files beside it: whoever made the file may name any.
         with TiffFile(file, _multifile=False, is_mmstack=False, is_ndtiff=False) as tiff:
+            with suppress(IndexError):  # it would follow a circle for ever
+                _ = tiff.pages[_MOST_DIRECTORIES]
+                raise BrokenImageError(f"its directories lead in a circle, or are more than {_MOST_DIRECTORIES:,}")
             layout = _layout_of(tiff.series, channels)
             return layout.kind, np.empty(0) if header_only else _values(layout, file)
     except (BrokenImageError, MemoryError):
@@ -92,25 +94,6 @@ def _require_bounded(page: Any, file: Path) -> None:
                     raise BrokenImageError("a part whose size its compressed data does not say")
                 if found is not None:
                     require_size(found.width * max(1, found.samples // 4), found.height)
-
-
-def _require_end(file: Path) -> None:
-    """Refuse directories that lead in a circle, or too many: tifffile would read them for ever."""
-    with open(file, "rb") as stream:
-        begins = stream.read(16)
-        order: Literal["little", "big"] = "little" if begins[:1] == b"I" else "big"
-        large = 43 in begins[2:4]  # a TIFF for more than 4 GB
-        count_bytes, entry_bytes, place_bytes = (8, 20, 8) if large else (2, 12, 4)
-        place = int.from_bytes(begins[place_bytes : 2 * place_bytes], order)
-        seen: set[int] = set()
-        while place and place not in seen and len(seen) < _MOST_DIRECTORIES:
-            seen.add(place)
-            stream.seek(place)
-            entries = int.from_bytes(stream.read(count_bytes), order)
-            stream.seek(entries * entry_bytes, os.SEEK_CUR)
-            place = int.from_bytes(stream.read(place_bytes), order)
-    if place:
-        raise BrokenImageError(f"its directories lead in a circle, or are more than {_MOST_DIRECTORIES:,}")
 
 
 def _layout_of(series: Any, channels: int | None) -> _Layout:

@@ -370,12 +370,12 @@ def test_transparency_that_is_left_out_is_told_once(tmp_path, caplog):
     assert f"transparency is left out of 2 of 3 images: {tmp_path}/a.png, {tmp_path}/b.tif" in caplog.text
 
 
-def directory(entries: dict[int, int | tuple[int, int, int]], after: bytes = bytes(99), following: int = 0) -> bytes:
+def directory(entries: dict[int, int | tuple[int, int, int]], after: bytes = bytes(99)) -> bytes:
     """A TIFF of one directory as no program writes it: tags by value or by type, count and value, then what follows."""
     usual = {256: 64, 257: 64, 258: 8, 259: 1, 262: 1, 273: 8, 277: 1, 278: 64, 279: 99}
     written = {tag: entry if isinstance(entry, tuple) else (4, 1, entry) for tag, entry in (usual | entries).items()}
     packed = b"".join(struct.pack("<HHII", tag, *entry) for tag, entry in sorted(written.items()))
-    return b"II*\0" + struct.pack("<IH", 8, len(written)) + packed + struct.pack("<I", following) + after
+    return b"II*\0" + struct.pack("<IH", 8, len(written)) + packed + bytes(4) + after
 
 
 def holding(compression: int, content: bytes) -> bytes:
@@ -386,6 +386,11 @@ def jpeg_2000_of(side: int) -> bytes:
     """The header of a JPEG 2000 alone."""
     sizes = struct.pack(">8IH", side, side, 0, 0, side, side, 0, 0, 1) + b"\7\1\1"
     return b"\xff\x4f\xff\x51" + struct.pack(">HH", 41, 0) + sizes + bytes(99)
+
+
+def empty_directories(count: int) -> bytes:
+    """A TIFF of directories without tags; what is added is the place of one more."""
+    return b"II*\0" + b"".join(struct.pack("<IH", 8 + 6 * number, 0) for number in range(count))
 
 
 LONG = 2**31 - 16
@@ -402,11 +407,8 @@ HOSTILE = {
     "enormous count of strips": (directory({273: (4, 2**32 - 1, 8)}), "damaged TIFF"),
     "directory beyond the end": (b"II*\0" + struct.pack("<I", LONG) + bytes(99), "damaged TIFF"),
     "enormous count of tags": (b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, 2**62) + bytes(99), "damaged TIFF"),
-    "directories in a circle": (directory({}, following=8), "lead in a circle"),
-    "many directories": (
-        b"II*\0" + b"".join(struct.pack("<IH", 8 + 6 * i, 0) for i in range(30_000)),
-        "more than 20,000",
-    ),
+    "directories in a circle": (empty_directories(200) + struct.pack("<I", 8 + 6 * 150), "lead in a circle"),
+    "many directories": (empty_directories(30_000), "more than 20,000"),
     "no palette": (directory({262: (3, 1, 3)}), "damaged TIFF|file is cut"),
     "cut": (tiff_of(NOISE, compression="lzw", photometric="rgb")[:-99], "the file is cut"),
     "garbage": (holding(5, b"\xff" * 99), "damaged TIFF"),
