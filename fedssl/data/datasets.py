@@ -18,8 +18,7 @@ from .image_kinds import SMALLEST_SIDE
 from .npz import images_in
 from .options import SOURCES, DataOptions
 from .pixels import Window, channels_first, resize
-from .splits import LabelledImages, Splits, unlabelled
-from .stored_images import Images, decode_images, images_of_rows
+from .stored_images import Images, LabelledImages, Splits, decode_images, images_of_rows, unlabelled
 
 _MEASURED_TRAINING_IMAGES = 2000
 _PUBLIC_KEYS = ("x", "x_train", "train_images")

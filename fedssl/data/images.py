@@ -29,8 +29,15 @@ from .files import (
     subfolders,
 )
 from .options import DataOptions
-from .splits import LabelledImages, Splits
-from .stored_images import Images, decode_images, images_of_rows, measured_window, report_broken
+from .stored_images import (
+    Images,
+    LabelledImages,
+    Splits,
+    decode_images,
+    images_of_rows,
+    measured_window,
+    report_broken,
+)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from .pixels import (
     to_uint8,
     window_of_percentiles,
 )
-from .splits import LabelledImages, Splits, unlabelled
-from .stored_images import available_memory
+from .stored_images import LabelledImages, Splits, available_memory, unlabelled
 
 _SHARE_OF_MEMORY = 0.5  # the clients' shares are copies
 _LONGEST_HEADER = 10_000  # bytes, as numpy limits it

@@ -179,6 +179,8 @@ class DataOptions(Options):
             raise ValueError(f"channels is for npz, images and folder, not for name={self.name}; leave it out")
         if self.labels is not None and self.name != "images":
             raise ValueError(f"labels is for name=images, not for name={self.name}; leave it out")
+        if not isinstance(self.labels, Path) and (self.file_column, self.label_column or "label") != ("file", "label"):
+            raise ValueError("file_column and label_column name columns of a table: set labels to a CSV file")
         if isinstance(self.window, tuple):
             pairs = self.window if isinstance(self.window[0], tuple) else (self.window,)
             if not all(low < high for low, high in pairs):

@@ -1,4 +1,7 @@
-"""Images as one array: read from many files, in memory or in a cache file that is read by row, and chosen by rows."""
+"""Images as one array: read from many files, in memory or in a cache file that is read by row, and chosen by rows.
+
+With their labels they are splits: the training, test and validation images that every kind of data is read into.
+"""
 
 import hashlib
 import json
@@ -10,9 +13,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -112,6 +116,39 @@ def rows_in_place(images: Images, rows: Tensor) -> Images:
 def images_of_rows(images: Images, index: Tensor | slice) -> Images:
     """Return some of the images; those in a file stay there."""
     return images.of_rows(index) if isinstance(images, StoredImages) else images[index]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledImages:
+    """One split, as `Dataset` describes it."""
+
+    images: Images
+    labels: Tensor
+    targets: Tensor | None = None
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def rows(self, index: Tensor) -> "LabelledImages":
+        """Return the images and labels with the given row numbers, int64 [m]."""
+        numbers = index.tolist()
+        columns = {name: tuple(values[number] for number in numbers) for name, values in self.columns.items()}
+        targets = None if self.targets is None else self.targets[index]
+        return LabelledImages(images_of_rows(self.images, index), self.labels[index], targets, columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """One dataset's splits, its classes and its window, as `Dataset` describes them."""
+
+    train: LabelledImages
+    test: LabelledImages
+    class_names: tuple[str, ...]
+    validation: LabelledImages | None = None
+    window: Window | None = None
+
+
+def unlabelled(images: Images, targets: Tensor | None = None) -> LabelledImages:
+    """Return a split of images without classes."""
+    return LabelledImages(images, torch.zeros(len(images), dtype=torch.int64), targets)
 
 
 def open_stored_images(path: Path, image_shape: tuple[int, int, int], count: int) -> StoredImages:

@@ -16,7 +16,7 @@ from ..data.datasets import Dataset, balanced_subset, load_dataset
 from ..data.files import kind_of
 from ..data.images import listed_images
 from ..data.options import SOURCES, DataOptions
-from ..data.splits import LabelledImages
+from ..data.stored_images import LabelledImages
 from ..data.summary import summarise
 from ..engines.pace import SECONDS, measure_pace
 from ..engines.progress import format_duration
