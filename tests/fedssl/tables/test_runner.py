@@ -130,7 +130,7 @@ def test_a_table_is_run(tiny_table, ran):
     # no controls in this table, and it must say so wherever the verdict stands
     for text in ("\n".join(lines), (output / "table.md").read_text(encoding="utf-8")):
         assert "nothing can be said about a collaboration gain: the table has no controls." in text
-    assert [line[:3] for line in lines[1:5]] == ["1/4", "2/4", "3/4", "4/4"]
+    assert [line[:3] for line in lines if line[1:3] == "/4"] == ["1/4", "2/4", "3/4", "4/4"]
 
 
 def test_a_finished_table_is_written_and_not_run_again(tiny_table, copied, monkeypatch):
