@@ -72,10 +72,8 @@ def listed_images(options: DataOptions) -> ListedImages:
     fixed, stratified `test_fraction` of them where there are labels. `more_paths` are further folders of images.
     """
     assert options.path is not None
-    if options.more_paths:
-        train, test = _of_several_folders(options), []
-    else:
-        train, test = _listed_splits(expand_home(options.path), "data.path", options)
+    root = expand_home(options.path)
+    train, test = _of_several_folders(options) if options.more_paths else _listed_splits(root, "data.path", options)
     class_names = _class_names(train, test, by_number=isinstance(options.labels, Path))
     if options.name == "images" and class_names and not test:
         train, test = _split_off_test(train, options.test_fraction)
@@ -107,7 +105,7 @@ def load_images(options: DataOptions) -> Splits:
     return Splits(train, test, tuple(map(printable, listing.class_names)), window=window)
 
 
-def _of_several_folders(options: DataOptions) -> list[_ImageFile]:
+def _of_several_folders(options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:
     """Return the training files of all folders, each with its folder, as it was given, in the column `folder`."""
     assert options.path is not None
     files: list[_ImageFile] = []
@@ -126,7 +124,7 @@ def _of_several_folders(options: DataOptions) -> list[_ImageFile]:
         raise UserError(
             f"two of data.path and data.more_paths hold the same files: {listed(repeated, 3)}; name each once"
         )
-    return files
+    return files, []
 
 
 def _listed_splits(root: Path, option: str, options: DataOptions) -> tuple[list[_ImageFile], list[_ImageFile]]:
