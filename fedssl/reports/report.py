@@ -278,9 +278,9 @@ def _spent_by_round(runs: Sequence[Run], amounts: Sequence[str]) -> dict[int, fl
 
 
 def _is_constant(runs: Sequence[Run], metric: str) -> bool:
-    """Return whether a metric is of bytes or operations that are the same in several rounds of all these runs."""
+    """Return whether a metric of bytes, operations or rank kept is the same in several rounds of all these runs."""
     values = [value for run in runs for number, value in run.overall(metric).items() if number]
-    counted = metric in METRICS and METRICS[metric].unit in ("bytes", "FLOPs")
+    counted = metric == "rank_kept" or (metric in METRICS and METRICS[metric].unit in ("bytes", "FLOPs"))
     return counted and len(values) > 1 and len(set(values)) == 1
 
 

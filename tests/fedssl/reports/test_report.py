@@ -140,12 +140,15 @@ def test_accuracy_is_drawn_over_what_clients_have_computed_and_sent(tiny, tmp_pa
         rows += [(n, str(k), "flops", flops * (1 + k)) for n in (1, 2) for k in (0, 1)]
         rows += [(n, str(k), "bytes_up", 8.0) for n in (1, 2) for k in (0, 1)]
         rows += [(n, "mean", "memory", value) for n, value in ((1, 2e6), (2, 1e6))]
+        rows += [(n, "mean", "rank_kept", 1.0) for n in (1, 2)]  # a constant, which needs no curve
         write_run(tmp_path / name, tiny(name=name), rows)
     write_run(tmp_path / "begun", tiny(name="a", seed=1), evaluated(0, "knn", [1.0, 1.0]))  # and no further
     drawn = []
     draw = report.draw_curves
     monkeypatch.setattr(report, "draw_curves", lambda *args: drawn.append(args[3:]) or draw(*args))
     page = Page(write_report([tmp_path / name for name in ("begun", "a", "b")], tmp_path / "page.html"))
+    by_round = [text.split(" (")[0] for text in page.descriptions if text.endswith("by round")]
+    assert by_round == ["kNN accuracy", "memory of a training step"]
     spent = [given[0] for given in drawn if given]
     assert [by_method for _, by_method in spent] == [
         {"a": {0: 0.0, 1: 150.0, 2: 300.0}, "b": {0: 0.0, 1: 60.0, 2: 120.0}},
