@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/cuda_on_cpu", "tests/packaging")
 DEPENDS_ON = (
-    *("csrc", "distributions", "fedkernels", "tests/fedkernels", "tests/fedssl/regularizers/terms.py", *TESTS),
+    *("csrc", "distributions", "fedkernels", "tests/fedkernels", "tests/fedssl/small_models.py", *TESTS),
     *("tests/conftest.py", "tests/of_the_build.py", "tests/size.py"),
     *("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "README.md", "CITATION.cff", "mkdocs.yml"),
 )

@@ -80,7 +80,7 @@ def run_sweep(
     if not all(recipe.data.validation_fraction for recipe in recipes):
         raise UserError(
             "sweep: trials are measured on validation images: leave data.validation_fraction=0 out, or add "
-            "data.validation_fraction=0.2 where data={...} replaces it"
+            "data.validation_fraction=0.2 where data, given as a whole, replaces it"
         )
     found = summarise(recipes[0].data.model_dump())
     if metric != "view_retrieval" and found is not None and not found.labelled:
