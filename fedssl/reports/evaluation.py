@@ -53,10 +53,10 @@ def evaluate(
         rounded to two decimals.
 
     Raises:
-        UserError: the folder holds no run or encoder, no round is finished yet, a fraction is out of range, the data
+        UserError: the folder holds no run or encoder, no round is finished yet, a value is out of range, the data
             are missing or do not fit, the recipe names code that is not trusted, or the file cannot be written.
     """
-    options = FineTuneOptions(images=fine_tune) if fine_tune else None
+    options = validated(FineTuneOptions, {"images": fine_tune}, "fine_tune") if fine_tune else None
     other = None if data is None else validated(DataOptions, data, "data")
     written = write_evaluation(Path(path), semi_supervised, fine_tune=options, data=other, trust=trust)
     given = None if other is None else _source(other)

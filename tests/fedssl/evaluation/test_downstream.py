@@ -111,6 +111,8 @@ def test_what_cannot_be_evaluated_is_refused(finished_run, tmp_path):
     path, encoder = finished_run
     with pytest.raises(UserError, match=r"is an exported encoder, which names no data: give --data"):
         write_evaluation(encoder)
+    with pytest.raises(UserError, match=r"^fine_tune: .*got 'all'"):
+        evaluate(path, fine_tune="all")
     with pytest.raises(UserError, match="there is no file"):
         write_evaluation(encoder, data=DataOptions(name="npz", path=tmp_path / "nothing.npz"))
     with pytest.raises(UserError, match="no validation split"):
