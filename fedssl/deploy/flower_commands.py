@@ -39,7 +39,6 @@ def run(command: Sequence[str], starter: Sequence[str], environment: Mapping[str
     entry_points = {name: _entry_point(name) for name in names}
 
     def start_apps() -> int:
-        end_with_parent()
         os.setsid()  # Ctrl-C in the terminal is for the command alone, with which this process ends
         while code := os.waitstatus_to_exitcode(os.waitpid(fork(take_tasks), 0)[1]):
             print(f"fedssl: flower-superexec has ended with code {code} and is started again", file=sys.stderr)
@@ -47,7 +46,6 @@ def run(command: Sequence[str], starter: Sequence[str], environment: Mapping[str
         return 0
 
     def take_tasks() -> int:
-        end_with_parent()
         end_with_threads()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how an app has ended
         executor: Any = subprocess_executor
@@ -62,7 +60,6 @@ def run(command: Sequence[str], starter: Sequence[str], environment: Mapping[str
         fork(lambda: work_as(app))
 
     def work_as(app: list[str]) -> int:
-        end_with_parent()
         threading.excepthook = threading.__excepthook__
         sys.argv = app
         entry_points[app[0]]()
@@ -82,14 +79,16 @@ def run(command: Sequence[str], starter: Sequence[str], environment: Mapping[str
 
 
 def fork(work: Callable[[], int]) -> int:
-    """Call a function in a copy of this process, which then ends; return the copy's process id."""
+    """Call a function in a copy of this process, which then ends, or with this one; return the copy's process id."""
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     child = os.fork()
     if child:
         return child
     code = 1
     try:
+        end_with_parent(parent)
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         code = work()
@@ -105,10 +104,12 @@ def fork(work: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def end_with_parent() -> None:
-    """Have this process, a child that has just been started, killed when its parent ends. Linux only."""
+def end_with_parent(parent: int) -> None:
+    """Have this process, a child that `parent` has just started, killed when that ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it has ended before, and no signal will come
+            os._exit(1)
 
 
 def end_with_threads() -> None:

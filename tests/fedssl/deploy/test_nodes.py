@@ -215,6 +215,25 @@ def test_a_process_that_cannot_go_on_ends_with_a_message(case, code, told, tmp_p
     assert told or "401" not in done.stderr
 
 
+def test_a_copy_whose_parent_ended_before_the_copy_could_ask_for_its_signal_ends_too():
+    program = """
+import ctypes, os, time
+from fedssl.deploy import flower_commands as commands
+
+parent, library = os.getpid(), ctypes.CDLL
+
+def late(name):
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    return library(name)
+
+ctypes.CDLL = late
+commands.fork(lambda: time.sleep(600))
+"""
+    # the copy holds the pipes open while it lives
+    subprocess.run([sys.executable, "-c", program], env=with_package(), capture_output=True, timeout=60, check=True)
+
+
 @needs_proc
 def test_a_superlink_and_a_supernode_that_wait_have_imported_no_torch(environment, provisioned, tmp_path):
     """Nor scipy; each of their processes needs little memory. A copy of the second has loaded the site's data."""

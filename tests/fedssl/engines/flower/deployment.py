@@ -123,7 +123,7 @@ class Deployment:
         """Start a command of `fedssl`; `before` is a program that starts it, with its arguments."""
         from fedssl.deploy.flower_commands import end_with_parent
 
-        home = self.folder / f"home-{name}"
+        parent, home = os.getpid(), self.folder / f"home-{name}"
         home.mkdir(exist_ok=True)
         variables = {"FLWR_HOME": str(home), "OMP_NUM_THREADS": "1", MARK: self._mark(name)}
         with open(self.log(name), "ab") as log:
@@ -133,7 +133,7 @@ class Deployment:
                 env=with_package() | variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=end_with_parent,
+                preexec_fn=lambda: end_with_parent(parent),
             )
         self.processes[name] = process
         return process
