@@ -16,6 +16,12 @@ from .datasets import Dataset
 from .files import composed, listed
 
 _MOST_DRAWS = 1000
+#: the kinds of partition that read an option
+_READ_BY = {
+    "classes_per_client": ["disjoint_classes"],
+    "column": ["column"],
+    "alpha": ["dirichlet", "dirichlet_equal", "quantity_skew"],
+}
 
 _Counts = NDArray[np.int64]
 
@@ -56,12 +62,11 @@ class PartitionOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> "PartitionOptions":
-        if self.classes_per_client is not None and self.name != "disjoint_classes":
-            raise ValueError(f"classes_per_client is for name=disjoint_classes, not for name={self.name}; leave it out")
         if self.name == "column" and self.column is None:
             raise ValueError("name=column needs column=NAME, a column of the images' table")
-        if self.name != "column" and self.column is not None:
-            raise ValueError(f"column is for name=column, not for name={self.name}; leave it out")
+        for option, kinds in _READ_BY.items():
+            if self.name not in kinds and getattr(self, option) != type(self).model_fields[option].default:
+                raise ValueError(f"{option} is for name={' or '.join(kinds)}, not for name={self.name}; leave it out")
         return self
 
 

@@ -168,6 +168,7 @@ def test_torchvision_sets_that_are_missing_or_cannot_be_downloaded(tmp_path, mon
         (PartitionOptions, {"name": "iid", "classes_per_client": 2}, "classes_per_client is for name=disjoint_classes"),
         (PartitionOptions, {"name": "column"}, "name=column needs column=NAME"),
         (PartitionOptions, {"name": "iid", "column": "site"}, "column is for name=column"),
+        (PartitionOptions, {"alpha": 5}, "alpha is for name=dirichlet or .*not for name=disjoint_classes"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(kind, options, says):

@@ -22,18 +22,16 @@ def counts_of(labels: Tensor, seed: int = 0, **options: object) -> Tensor:
     return class_counts(labels, parts, int(labels.max()) + 1)
 
 
-NUMBERS = {
-    "clients": st.integers(1, 9),
-    "alpha": st.sampled_from([0.5, 5.0, 100.0]),
-    "min_samples": st.integers(1, 4),
-}
-NAMES = st.sampled_from(["iid", "disjoint_classes", "dirichlet", "dirichlet_equal", "quantity_skew"])
+NUMBERS = {"clients": st.integers(1, 9), "min_samples": st.integers(1, 4)}
+ALPHAS = st.sampled_from([0.5, 5.0, 100.0])
+DIRICHLET = st.sampled_from(["dirichlet", "dirichlet_equal", "quantity_skew"])
 
 
 @settings(deadline=None, max_examples=100)
 @given(
     labels=st.lists(st.integers(0, 7), min_size=1, max_size=120),
-    options=st.builds(PartitionOptions, name=NAMES, **NUMBERS)
+    options=st.builds(PartitionOptions, name=st.sampled_from(["iid", "disjoint_classes"]), **NUMBERS)
+    | st.builds(PartitionOptions, name=DIRICHLET, alpha=ALPHAS, **NUMBERS)
     | st.builds(PartitionOptions, classes_per_client=st.integers(1, 9), **NUMBERS),
     seed=st.integers(0, 2**32),
 )
