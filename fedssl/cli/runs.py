@@ -411,7 +411,7 @@ def _print_next_of_run(path: Path) -> None:
             print_next("embed", encoder, _images_of(path), "--output", "features.npz")
             return
     recorded = read_run(path)
-    if not recorded.finished:
+    if not recorded.finished and recorded.recipe.get("engine") != "flower":
         print_next("run", "--resume", path, *["evaluation.patience=null"] * recorded.out_of_patience)
         return
     shared = any(who == "global" and is_measure(metric) for _, who, metric in recorded.values)

@@ -115,9 +115,10 @@ def _no_gain(recipe: Recipe, directory: RunDirectory, viewed: set[int]) -> str |
         return None
     if sum(number > best.round for number in viewed) < patience:
         return None
+    goes_on = f"; fedssl run --resume {quoted(directory.path)} evaluation.patience=null goes on"
     return (
         f"the run ends after round {last} of {recipe.rounds}: {patience} evaluations found nothing better than round "
-        f"{best.round}; fedssl run --resume {quoted(directory.path)} evaluation.patience=null goes on"
+        f"{best.round}{'' if recipe.engine == 'flower' else goes_on}"
     )
 
 

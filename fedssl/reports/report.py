@@ -162,8 +162,9 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if not run.finished:
             done = f"{run.last_round} of {run.rounds} rounds" if run.last_round >= 0 else "no round"
-            more = " evaluation.patience=null" * run.out_of_patience
-            warnings.append(f"seed {run.seed} is unfinished, {done} done: fedssl run --resume {quoted(run.path)}{more}")
+            how = f"fedssl run --resume {quoted(run.path)}{' evaluation.patience=null' * run.out_of_patience}"
+            how = "flwr run of its app continues it" if run.recipe.get("engine") == "flower" else how
+            warnings.append(f"seed {run.seed} is unfinished, {done} done: {how}")
     first, *others = (flatten_keys({k: v for k, v in run.recipe.items() if k != "seed"}) for run in runs)
     differing = {key for other in others for key in first.keys() | other.keys() if first.get(key) != other.get(key)}
     if differing:

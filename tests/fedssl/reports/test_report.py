@@ -179,12 +179,12 @@ def test_everything_is_escaped(tiny, tmp_path):
 def test_an_unfinished_run_is_reported_as_such(tiny, tmp_path):
     write_run(tmp_path / "done", tiny(name="ours", seed=0), rows_of([40.0], [50.0]))
     write_run(tmp_path / "half", tiny(name="ours", seed=1), rows_of([44.0], [99.0], rounds=1))
-    write_run(tmp_path / "new", tiny(name="ours", seed=2), [])
+    write_run(tmp_path / "new", tiny(name="ours", seed=2, engine="flower"), [])
     page = Page(write_report([tmp_path / n for n in ("done", "half", "new")], tmp_path / "page.html"))
     assert page.table("method", "seeds") == [["ours", "0, 1, 2", "1 of 3 finished, 2 rounds", "0 s", "-", "all images"]]
     assert "seed 1 is unfinished, 1 of 2 rounds done" in page.text
     assert f"fedssl run --resume {tmp_path / 'half'}" in page.text
-    assert "seed 2 is unfinished, no round done" in page.text
+    assert "seed 2 is unfinished, no round done: flwr run of its app continues it" in page.text
     # what an unfinished run reached is no result
     assert page.table("method", "finished runs")[0][2] == "42.0 ± 2.8 → 50.0"
 
