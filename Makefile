@@ -53,6 +53,8 @@ demo: $(installed)
 # beside the others, one after another. So does mypy, which has one thread. What they print comes last. Where Flower is
 # missing there are none of them, and pytest ends with 5.
 # Compiled with warnings as errors; FEDKERNELS_WERROR=0 in the environment takes them as warnings.
+# Python keeps its bytecode, also where the environment says not to: each process of a test would compile all sources.
+unexport PYTHONDONTWRITEBYTECODE
 test test-nightly: export FEDKERNELS_WERROR ?= 1
 
 test: style
