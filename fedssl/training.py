@@ -21,10 +21,11 @@ from .data.batches import Prefetch, batches_of_epoch, device_batches, round_batc
 from .errors import UserError
 from .evaluation.metrics import effective_rank, view_retrieval
 from .messages import Message
-from .models.model import Model
+from .models.model import Model, untouched_running_statistics
 from .models.precision import Precision, networks_compute_in, with_channels_last
 from .objectives.base import Step
 from .options import Options
+from .randomness import generators_set_to
 from .regularizers.base import Regularizer
 
 #: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
@@ -228,7 +229,7 @@ def train_locally(
             local.log("total_loss", unchecked[-1])
             if options.stop_at_collapse and steps in (1, last_step):
                 require_finite()  # before its rank, which could name neither the client nor the step
-                _log_rank_kept(step, local, begins=steps == 1)
+                _log_rank_kept(step, local, begins=steps == 1, ends=steps == last_step)
             if len(unchecked) == steps_of_epoch:
                 require_finite()
                 unchecked.clear()
@@ -364,14 +365,20 @@ def _log_gradient_norm(local: LocalRound, scaler: torch.amp.GradScaler) -> None:
     local.log("gradient_norm", norm)
 
 
-def _log_rank_kept(step: Step, local: LocalRound, begins: bool) -> None:
-    """Log what share of the highest rank a batch has at a round's end; 1.0 while its views still find each other."""
-    views, numbers = step.representations, local.client.memory.numbers
+def _log_rank_kept(step: Step, local: LocalRound, begins: bool, ends: bool) -> None:
+    """Log what share of the highest rank a batch has at a round's end; 1.0 while its views still find each other.
+
+    Where the online network saw one view of several, another one passes through its encoder here.
+    """
+    views, model, numbers = step.representations, local.client.model, local.client.memory.numbers
+    if len(views) == 1 < len(step.views):
+        with torch.no_grad(), untouched_running_statistics(model), generators_set_to(0):
+            views += (model.encoder(step.views[step.first_view - 1]),)
     rank, found = effective_rank(views[0]), view_retrieval((views[0], views[-1])) or 0.0
     highest, most = max(rank, numbers.get(_HIGHEST_RANK, 0.0)), max(found, numbers.get(_MOST_FOUND, 0.0))
     if begins:
         numbers |= {_HIGHEST_RANK: highest, _MOST_FOUND: most}
-    else:
+    if ends:
         local.log("rank_kept", rank / highest if found <= _FOUND_STILL * most else 1.0)
 
 

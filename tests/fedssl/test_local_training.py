@@ -299,11 +299,15 @@ def test_an_encoder_that_starts_from_weights_waits_for_its_heads_and_then_trains
     assert not any(torch.equal(before[name], moved[name]) for name in of_heads)
 
 
-@pytest.mark.parametrize("local_epochs", [4, 12], ids=["over rounds", "within a round"])
-def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny, tmp_path):
+@pytest.mark.parametrize(
+    "length",
+    [{"local_epochs": 4}, {"local_epochs": 12}, {"local_steps": 1, "batch_size": 48}],
+    ids=["over rounds", "within a round", "one step a round"],
+)
+def test_a_collapse_ends_the_run_and_is_named(length, tiny, tmp_path):
     """SimSiam without its stop-gradient collapses, and goes on where it shall; with it, nothing collapses."""
     objective = {"name": "simsiam", "output_features": 16, "bottleneck_features": 8, "stop_gradient": False}
-    training = {"local_epochs": local_epochs, "batch_size": 16, "learning_rate": 2.0, "stop_at_collapse": True}
+    training = {"batch_size": 16, "learning_rate": 2.0, "stop_at_collapse": True} | length
     changes = SETTINGS | {"objective": objective, "training": training, "partition": {"name": "iid", "clients": 1}}
     with pytest.raises(UserError, match=r"round \d+: the representations collapse: at its end a batch has \d+ % of"):
         run(tiny(**changes | {"rounds": 20}), tmp_path / "collapses")
@@ -316,15 +320,16 @@ def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("noise", "kept"), [(0.01, 1.0), (3.0, 0.13)], ids=["few kinds of images", "collapsed"])
-def test_a_low_rank_is_a_collapse_where_views_no_longer_find_one_another(noise, kept):
+@pytest.mark.parametrize("online_views", [1, 2])
+def test_a_low_rank_is_a_collapse_where_views_no_longer_find_one_another(online_views, noise, kept):
     """At first 64 views in 32 dimensions of which half find one another, then views in few dimensions."""
     generator, logged = torch.Generator().manual_seed(0), {}
-    client = SimpleNamespace(memory=SimpleNamespace(numbers={}))
+    client = SimpleNamespace(memory=SimpleNamespace(numbers={}), model=Model({"encoder": torch.nn.Identity()}))
     local = SimpleNamespace(client=client, log=logged.__setitem__)
     for directions, share, begins in ((32, 1.5, True), (4, noise, False)):
         images = torch.randn(64, directions, generator=generator)
-        views = [images + share * torch.randn(64, directions, generator=generator) for _ in range(2)]
-        _log_rank_kept(SimpleNamespace(representations=views), local, begins)
+        views = tuple(images + share * torch.randn(64, directions, generator=generator) for _ in range(2))
+        _log_rank_kept(Step(images.mean(), views[:online_views], views=views), local, begins, not begins)
     assert logged == {"rank_kept": pytest.approx(kept, abs=0.05)}
 
 
