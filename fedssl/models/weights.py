@@ -33,7 +33,7 @@ class ModelOptions(Options):
         "auto",
         description="first layers of timm's ResNets: small (one 3x3 convolution, which keeps small details and takes "
         "7 to 13 times as long), large (the architecture's own, of 7x7 with max-pool), or auto: small for images of "
-        "at most 64 pixels",
+        "at most 64 pixels a side",
     )
     batch_statistics: Literal["trained", "kept"] = Field(
         "trained",
