@@ -392,8 +392,9 @@ def _require_finite(losses: list[Tensor], steps: int, local: LocalRound, parts: 
     for number, value in enumerate(values, start=steps - len(values) + 1):
         if not math.isfinite(value):
             terms = ", ".join(f"{name} {float(part):.4g}" for name, part in parts.items())
+            whose = f"client {local.client.index}'s" if local.number else "the server's"
             raise UserError(
-                f"client {local.client.index}'s loss became {value} in round {local.number}, step {number}; at step "
+                f"{whose} loss became {value} in round {local.number}, step {number}; at step "
                 f"{steps} it was the sum of {terms}; lower training.learning_rate or the regularizers' weights"
             )
 

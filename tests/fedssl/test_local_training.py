@@ -255,9 +255,13 @@ def test_a_constant_rate_and_that_of_what_the_server_trains_before_the_rounds_is
     recipe = tiny(**SETTINGS | {"objective": simclr, "aggregators": aggregators})
     build_federation(recipe).method.initial_state()
     assert rates == {-1: {RATE}}
+    too_high = recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": 1e30})})
+    with pytest.raises(UserError, match=r"^the server's loss became nan in round 0, step 2;"):
+        build_federation(too_high).method.initial_state()
+    rates.clear()
     constant = {"training": COSINE | {"learning_rate_schedule": "constant"}}
     train_rounds(build_federation(tiny(**SETTINGS | constant)), rounds=2)
-    assert rates == {-1: {RATE}, 1: {RATE}, 2: {RATE}}
+    assert rates == {1: {RATE}, 2: {RATE}}
 
 
 def test_warmup_cosine_changes_from_step_to_step(tiny, rates):
