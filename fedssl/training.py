@@ -269,9 +269,9 @@ def _count_step(
     of_round = local.received, local.number, local.seed, local.objective, local.augmentation, local.previous
     with mode, FakeCopyMode(mode):
         bare = copy.deepcopy(_RoundWithoutNumbers(replace(client, images=images), *of_round))
-        options = options.model_copy(update={"stop_at_collapse": False})
-        cost = train_locally(bare, options, regularizers, rounds, most_steps=1, keep_optimizer=keep_optimizer)
-    for name in bare._logged:
+        plain = options.model_copy(update={"stop_at_collapse": False})  # which reads numbers
+        cost = train_locally(bare, plain, regularizers, rounds, most_steps=1, keep_optimizer=keep_optimizer)
+    for name in (*bare._logged, *["rank_kept"] * options.stop_at_collapse):
         local.log(name, 0.0)
     left, memory = bare.client.memory, client.memory
     zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in left.tensors.items()}
