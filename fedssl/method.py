@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -68,7 +68,7 @@ class Method:
         """Return the server's state before any round."""
 
         def train(local: LocalRound, epochs: int) -> None:
-            with self._deterministic(local.client):
+            with deterministic_on(local.client.model.device, self.training.deterministic):
                 train_before_rounds(local, self.training, epochs)
 
         states = [a.initial_state(self.global_model) for a in self.aggregators]
@@ -80,9 +80,6 @@ class Method:
         """Return the method with one epoch of the server's own training, for what counts or times clients' steps."""
         short = tuple(a.model_copy(update={"epochs": 1}) if a.trains else a for a in self.aggregators)
         return replace(self, aggregators=short)
-
-    def _deterministic(self, client: Client) -> AbstractContextManager[None]:
-        return deterministic_on(client.model.device, self.training.deterministic)
 
     def _server_round(self) -> LocalRound:
         """Return the server as a client numbered -1 that holds the public images and the first global model."""
@@ -283,7 +280,7 @@ class Method:
 
     def client_round(self, client: Client, received: Message, round_number: int) -> Message:
         """Receive, train, answer; nothing is trained in the opening round, 0. Changes the client's model and memory."""
-        with self._deterministic(client):
+        with deterministic_on(client.model.device, self.training.deterministic):
             if round_number:
                 return self.counted_round(client, received, round_number)[0]
             local = self._local_round(client, received, 0)
