@@ -338,8 +338,7 @@ def _kind_of_step(local: LocalRound, options: TrainingOptions, regularizers: Seq
     tensors the shapes.
     """
     client = local.client
-    chosen = (local.objective, local.augmentation, options, *regularizers)
-    parts = tuple((type(part), repr(part)) for part in chosen)
+    parts = tuple((type(part), repr(part)) for part in (local.objective, local.augmentation, options, *regularizers))
     step = (structure(client.model), parts, tuple(client.images.shape[1:]), str(client.model.device))
     if not regularizers:
         return step
