@@ -34,6 +34,7 @@ from fedssl.run_folder.directory import RunDirectory
 from fedssl.training import _log_rank_kept, steps_of_round, train_before_rounds, train_locally
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
+from tests.fedssl.models.test_weights import same
 from tests.fedssl.rounds_in_memory import train_rounds
 
 EPOCHS, BATCH_SIZE, NUMBER = 2, 8, 3
@@ -365,10 +366,6 @@ def copied(state: State) -> State:
 def target_as_online(state: State) -> State:
     """The target network's entries, under the names that they have in the online one."""
     return {"online." + name[7:]: tensor for name, tensor in state.items() if name.startswith("target.")}
-
-
-def same(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 @pytest.fixture
