@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .accounting import StepCost
 from .aggregators.base import PROJECTION, PUBLIC_IMAGES, Aggregator, Shape
+from .aggregators.weighted_mean import WeightedMean
 from .augmentations.base import Augmentation
 from .client import Client, LocalRound
 from .errors import memory_sentence
@@ -364,10 +365,14 @@ class Method:
 
     @property
     def starts_from_server(self) -> bool:
-        """Return whether a client's next round replaces all its online weights before anything reads them."""
+        """Return whether a client's next round replaces all its online weights before anything reads them.
+
+        A part of one's own may leave some as they are, such as BatchNorm's.
+        """
         return (
-            self.local_update.replaces_weights
-            and any(a.exchanges_weights for a in self.aggregators)
+            type(self.local_update).receive is Replace.receive
+            and any(type(a).broadcast is WeightedMean.broadcast for a in self.aggregators)
+            and type(self.schedule).travelling is Schedule.travelling
             and not self.schedule.cuts
             and not any(r.needs_previous_model for r in self.regularizers)
         )
