@@ -61,10 +61,6 @@ class LocalRound:
         """Return this round's generator for a purpose."""
         return generator_for(self.seed, "client", self.client.index, "round", self.number, purpose, device=device)
 
-    def device_generator(self, purpose: str) -> torch.Generator:
-        """Return `generator` on the model's device, for what a step computes with."""
-        return self.generator(purpose, self.client.model.device)
-
     def views(
         self, images: Tensor, samples: Tensor, purpose: str, epoch: int = 0, count: int = 2
     ) -> tuple[Tensor, ...]:

@@ -71,14 +71,15 @@ class Federation:
 
         The state is loaded into `reused`, a model of this client's architecture of which nothing is needed any more,
         which spares building one. A client without a state gets a new model, unless its round takes all from the server
-        but a target network, which starts as a copy.
+        but a target network, which starts as a copy; in an opening round it takes nothing.
 
         Raises:
             UserError: entries of the model are missing in the state.
         """
         stored = {k.removeprefix(MODEL): v for k, v in state.tensors.items() if k.startswith(MODEL)}
         own = [] if reused is None else [k for k in self.method.kept_entries(reused) if not k.startswith("target.")]
-        model = self.new_model(index) if reused is None or (own and not stored) else reused
+        opens = self.method.opening_round and not state.numbers
+        model = self.new_model(index) if reused is None or ((own or opens) and not stored) else reused
         if state.tensors or state.numbers:
             self._load(model, stored, index)
         memory = {k.removeprefix(MEMORY): v for k, v in state.tensors.items() if k.startswith(MEMORY)}

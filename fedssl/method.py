@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .accounting import StepCost
 from .aggregators.base import PROJECTION, PUBLIC_IMAGES, Aggregator, Shape
+from .aggregators.weighted_mean import WeightedMean
 from .augmentations.base import Augmentation
 from .client import Client, LocalRound
 from .errors import memory_sentence
@@ -68,7 +69,7 @@ class Method:
         """Return the server's state before any round."""
 
         def train(local: LocalRound, epochs: int) -> None:
-            with self._deterministic(local.client):
+            with deterministic_on(local.client.model.device, self.training.deterministic):
                 train_before_rounds(local, self.training, epochs)
 
         states = [a.initial_state(self.global_model) for a in self.aggregators]
@@ -80,9 +81,6 @@ class Method:
         """Return the method with one epoch of the server's own training, for what counts or times clients' steps."""
         short = tuple(a.model_copy(update={"epochs": 1}) if a.trains else a for a in self.aggregators)
         return replace(self, aggregators=short)
-
-    def _deterministic(self, client: Client) -> AbstractContextManager[None]:
-        return deterministic_on(client.model.device, self.training.deterministic)
 
     def _server_round(self) -> LocalRound:
         """Return the server as a client numbered -1 that holds the public images and the first global model."""
@@ -283,7 +281,7 @@ class Method:
 
     def client_round(self, client: Client, received: Message, round_number: int) -> Message:
         """Receive, train, answer; nothing is trained in the opening round, 0. Changes the client's model and memory."""
-        with self._deterministic(client):
+        with deterministic_on(client.model.device, self.training.deterministic):
             if round_number:
                 return self.counted_round(client, received, round_number)[0]
             local = self._local_round(client, received, 0)
@@ -367,10 +365,14 @@ class Method:
 
     @property
     def starts_from_server(self) -> bool:
-        """Return whether a client's next round replaces all its online weights before anything reads them."""
+        """Return whether a client's next round replaces all its online weights before anything reads them.
+
+        A part of one's own may leave some as they are, such as BatchNorm's.
+        """
         return (
-            self.local_update.replaces_weights
-            and any(a.exchanges_weights for a in self.aggregators)
+            type(self.local_update).receive is Replace.receive
+            and any(type(a).broadcast is WeightedMean.broadcast for a in self.aggregators)
+            and type(self.schedule).travelling is Schedule.travelling
             and not self.schedule.cuts
             and not any(r.needs_previous_model for r in self.regularizers)
         )

@@ -21,10 +21,11 @@ from .data.batches import Prefetch, batches_of_epoch, device_batches, round_batc
 from .errors import UserError
 from .evaluation.metrics import effective_rank, view_retrieval
 from .messages import Message
-from .models.model import Model
+from .models.model import Model, untouched_running_statistics
 from .models.precision import Precision, networks_compute_in, with_channels_last
 from .objectives.base import Step
 from .options import Options
+from .randomness import generators_set_to
 from .regularizers.base import Regularizer
 
 #: in a client's memory: an optimiser's momentum and moments, as optimizer/PARAMETER/ENTRY
@@ -228,7 +229,7 @@ def train_locally(
             local.log("total_loss", unchecked[-1])
             if options.stop_at_collapse and steps in (1, last_step):
                 require_finite()  # before its rank, which could name neither the client nor the step
-                _log_rank_kept(step, local, begins=steps == 1)
+                _log_rank_kept(step, local, begins=steps == 1, ends=steps == last_step)
             if len(unchecked) == steps_of_epoch:
                 require_finite()
                 unchecked.clear()
@@ -268,9 +269,9 @@ def _count_step(
     of_round = local.received, local.number, local.seed, local.objective, local.augmentation, local.previous
     with mode, FakeCopyMode(mode):
         bare = copy.deepcopy(_RoundWithoutNumbers(replace(client, images=images), *of_round))
-        options = options.model_copy(update={"stop_at_collapse": False})
-        cost = train_locally(bare, options, regularizers, rounds, most_steps=1, keep_optimizer=keep_optimizer)
-    for name in bare._logged:
+        plain = options.model_copy(update={"stop_at_collapse": False})  # which reads numbers
+        cost = train_locally(bare, plain, regularizers, rounds, most_steps=1, keep_optimizer=keep_optimizer)
+    for name in (*bare._logged, *["rank_kept"] * options.stop_at_collapse):
         local.log(name, 0.0)
     left, memory = bare.client.memory, client.memory
     zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in left.tensors.items()}
@@ -337,7 +338,7 @@ def _kind_of_step(local: LocalRound, options: TrainingOptions, regularizers: Seq
     tensors the shapes.
     """
     client = local.client
-    parts = tuple((type(part), repr(part)) for part in (local.objective, options, *regularizers))
+    parts = tuple((type(part), repr(part)) for part in (local.objective, local.augmentation, options, *regularizers))
     step = (structure(client.model), parts, tuple(client.images.shape[1:]), str(client.model.device))
     if not regularizers:
         return step
@@ -364,14 +365,20 @@ def _log_gradient_norm(local: LocalRound, scaler: torch.amp.GradScaler) -> None:
     local.log("gradient_norm", norm)
 
 
-def _log_rank_kept(step: Step, local: LocalRound, begins: bool) -> None:
-    """Log what share of the highest rank a batch has at a round's end; 1.0 while its views still find each other."""
-    views, numbers = step.representations, local.client.memory.numbers
+def _log_rank_kept(step: Step, local: LocalRound, begins: bool, ends: bool) -> None:
+    """Log what share of the highest rank a batch has at a round's end; 1.0 while its views still find each other.
+
+    Where the online network saw one view of several, another one passes through its encoder here.
+    """
+    views, model, numbers = step.representations, local.client.model, local.client.memory.numbers
+    if len(views) == 1 < len(step.views):
+        with torch.no_grad(), untouched_running_statistics(model), generators_set_to(0):
+            views += (model.encoder(step.views[step.first_view - 1]),)
     rank, found = effective_rank(views[0]), view_retrieval((views[0], views[-1])) or 0.0
     highest, most = max(rank, numbers.get(_HIGHEST_RANK, 0.0)), max(found, numbers.get(_MOST_FOUND, 0.0))
     if begins:
         numbers |= {_HIGHEST_RANK: highest, _MOST_FOUND: most}
-    else:
+    if ends:
         local.log("rank_kept", rank / highest if found <= _FOUND_STILL * most else 1.0)
 
 
@@ -384,8 +391,9 @@ def _require_finite(losses: list[Tensor], steps: int, local: LocalRound, parts: 
     for number, value in enumerate(values, start=steps - len(values) + 1):
         if not math.isfinite(value):
             terms = ", ".join(f"{name} {float(part):.4g}" for name, part in parts.items())
+            whose = f"client {local.client.index}'s" if local.number else "the server's"
             raise UserError(
-                f"client {local.client.index}'s loss became {value} in round {local.number}, step {number}; at step "
+                f"{whose} loss became {value} in round {local.number}, step {number}; at step "
                 f"{steps} it was the sum of {terms}; lower training.learning_rate or the regularizers' weights"
             )
 

@@ -72,3 +72,9 @@ class RandomViews(Augmentation):
     def views(self, images: Tensor, samples: Tensor, key: ViewKey) -> tuple[Tensor, Tensor]:
         # the layout in which networks train (models/precision.py)
         return two_views(images, samples, key, self.view_options, memory_format=torch.channels_last)
+
+
+#: for training on labels, as in FedU2's released code (semi_eval.py): a square of 0.64 to 1 of the area, half mirrored
+CROP_AND_FLIP = RandomViews(
+    crop_scale=(0.64, 1.0), crop_ratio=(1.0, 1.0), flip=0.5, jitter_probability=0.0, grayscale=0.0, blur=0.0
+)

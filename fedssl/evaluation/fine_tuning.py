@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fedkernels import ViewKey
 
 from ..augmentations.base import draw_views
-from ..augmentations.random_views import RandomViews
+from ..augmentations.random_views import CROP_AND_FLIP
 from ..data.datasets import Dataset
 from ..data.pixels import normalize
 from ..data.stored_images import Images
@@ -27,11 +27,6 @@ from ..randomness import generators_set_to, seed_for
 from .features import device_of, extract_features, extract_outputs
 
 Augmentation = Literal["none", "crop_and_flip", "rand_augment"]
-
-#: FedU2's released code (semi_eval.py): a square of 0.64 to 1 of the area, and a mirror image in half of the cases
-_CROP_AND_FLIP = RandomViews(
-    crop_scale=(0.64, 1.0), crop_ratio=(1.0, 1.0), flip=0.5, jitter_probability=0.0, grayscale=0.0, blur=0.0
-)
 
 
 class FineTuning(NamedTuple):
@@ -241,7 +236,7 @@ def _preparation(
     """From uint8 images [n, C, H, W] on the device, their row numbers [n] and the epoch to normalised float32 ones."""
     if augmentation == "crop_and_flip":
         key = ViewKey(seed_for(seed, "fine-tuning", "views"))
-        draw = partial(draw_views, _CROP_AND_FLIP, device=device, count=1)
+        draw = partial(draw_views, CROP_AND_FLIP, device=device, count=1)
         return lambda images, rows, epoch: draw(images, rows, key._replace(epoch=epoch))[0]
     if augmentation == "rand_augment":
         from torchvision.transforms import RandAugment  # here, as importing it takes a second

@@ -15,8 +15,6 @@ class LocalUpdate(Part):
 
     #: True where each client ends with its own model; these models are then evaluated
     personal: ClassVar[bool] = False
-    #: True where a client starts its round from the received weights alone, so that its own need not be stored
-    replaces_weights: ClassVar[bool] = False
     #: True where a client also trains a copy of the received global model, and sends that in place of its own
     trains_global_copy: ClassVar[bool] = False
     #: True where it works with whole models; a schedule that trains parts of a model is refused

@@ -1,7 +1,5 @@
 """Take the server's weights."""
 
-from typing import ClassVar
-
 from ..client import LocalRound
 from ..errors import UserError
 from ..models.model import copy_entries
@@ -13,8 +11,6 @@ class Replace(LocalUpdate):
 
     Only what the server sent is replaced; a target network and layers that do not travel stay as they are.
     """
-
-    replaces_weights: ClassVar[bool] = True
 
     def receive(self, local: LocalRound) -> None:
         own = local.client.model.state_dict()

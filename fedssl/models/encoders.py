@@ -172,7 +172,8 @@ def build_encoder(
     images = f"{height}x{image_size} pixels and {in_channels} channels"
     with explained(f"architecture: timm's {architecture!r} does not take {images}", f"; {_ADVICE}"):
         model = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
-        small = architecture in _RESNETS or stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE)
+        small_images = max(height, image_size) <= SMALL_IMAGE
+        small = architecture in _RESNETS or stem == "small" or (stem == "auto" and small_images)
         if isinstance(model, ResNet) and small:
             _use_small_image_stem(model, in_channels)
         output, left_out = probe(model, (in_channels, height, image_size))

@@ -21,6 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ..errors import UserError, explained
 from ..options import TRAINED_PATTERN, Options
+from ..randomness import generators_set_to
 from ..untrusted import MOST_BYTES, listed, quoted, read_regular_file
 from .encoders import STEMS, Encoder, Stem, build_encoder, has_small_image_stem, stored_stem
 
@@ -32,7 +33,7 @@ class ModelOptions(Options):
         "auto",
         description="first layers of timm's ResNets: small (one 3x3 convolution, which keeps small details and takes "
         "7 to 13 times as long), large (the architecture's own, of 7x7 with max-pool), or auto: small for images of "
-        "at most 64 pixels",
+        "at most 64 pixels a side",
     )
     batch_statistics: Literal["trained", "kept"] = Field(
         "trained",
@@ -150,8 +151,7 @@ def frozen_encoder(source: str, image_shape: Sequence[int], option: str) -> Enco
                 f"{source} is an encoder of images [channels, height, width] {trained_on}, got {[*image_shape]}: set "
                 "data.image_size, or name an encoder of this size"
             )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # a stem for which there are no weights must be the same in every process
+        with generators_set_to(0):  # a stem for which there are no weights must be the same in every process
             encoder = build_encoder(architecture, channels, sides[1], sides[0], stored_stem(told))
         load_weights(encoder, weights, architecture, source)
     except UserError as error:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..augmentations.base import Augmentation
-from ..augmentations.random_views import RandomViews
+from ..augmentations.random_views import CROP_AND_FLIP, RandomViews
 from ..models.model import CLASSIFIER, Model
 from .base import Objective, Step
 
@@ -27,15 +27,7 @@ class Supervised(Objective):
     def training_augmentation(self, augmentation: Augmentation) -> Augmentation:
         if type(augmentation) is not RandomViews:
             return augmentation
-        return RandomViews(
-            name=augmentation.name,
-            crop_scale=(0.64, 1.0),
-            crop_ratio=(1.0, 1.0),
-            flip=augmentation.flip,
-            jitter_probability=0.0,
-            grayscale=0.0,
-            blur=0.0,
-        )
+        return RandomViews(**CROP_AND_FLIP.model_dump() | {"name": augmentation.name, "flip": augmentation.flip})
 
     def build(self, encoder: nn.Module, classes: int) -> Model:
         return Model({"encoder": encoder, CLASSIFIER: nn.Linear(encoder.num_features, classes)})  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Hetero-SSFL's proximal term: align the representations of public images by linear CKA."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field
@@ -17,28 +17,36 @@ from ..objectives.base import Step
 from .base import Regularizer, StepLoss
 
 
-def public_batches(local: LocalRound, batch_size: int, purpose: str) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield mini-batches of the public images without end; none while the server has no usable answer to align to.
+def term_of_public_images(
+    local: LocalRound, batch_size: int, purpose: str, compare: Callable[[Tensor, Tensor, bool], Tensor]
+) -> StepLoss:
+    """Return `compare` of a mini-batch of the public images a step; 0 while the server has no answer to align to.
 
-    A batch has representations [n, d] with gradients, and its rows of a factor of K-bar (True), or its rows and columns
-    of K-bar (False). Representations are whitened by the matrix of the client's last ones that `representation_mean`
-    computed, if its kernels are. BatchNorm takes the statistics of the batch, and the running ones stay as they are.
+    `compare` gets representations [n, d] with gradients, and their rows of a factor of K-bar (True), or their rows and
+    columns of K-bar (False). Representations are whitened by the matrix of the client's last ones that
+    `representation_mean` computed, if its kernels are. BatchNorm takes the statistics of the batch, and the running
+    ones stay as they are.
     """
     client, model, public, sent = local.client, local.client.model, local.client.public_images, local.received.tensors
     assert public is not None
     layer: Any = local.received.config["alignment.layer"]
     factored = FACTOR in sent
     if (target := sent.get(FACTOR, sent.get(KERNEL))) is None:
-        return
+        return lambda step: step.loss.new_zeros(())
     whitening = client.memory.tensors.get(WHITENING)
     if whitening is not None:
         whitening = whitening.to(model.device)
-    for rows in endless_batches(len(public), batch_size, local.generator(purpose)):
+    batches = endless_batches(len(public), batch_size, local.generator(purpose))
+
+    def term(step: Step) -> Tensor:
+        rows = next(batches)
         images = public[rows].to(model.device, non_blocking=True)
         with untouched_running_statistics(model):
             x = model.represent(normalize(images), layer)
         part = target[rows] if factored else target[rows][:, rows]
-        yield x if whitening is None else x @ whitening, part.to(x, non_blocking=True), factored
+        return compare(x if whitening is None else x @ whitening, part.to(x, non_blocking=True), factored)
+
+    return term
 
 
 class CKAAlignment(Regularizer):
@@ -69,15 +77,10 @@ class CKAAlignment(Regularizer):
 
     def start_round(self, local: LocalRound) -> StepLoss:
         centered = bool(local.received.config["alignment.centered"])
-        batches = public_batches(local, self.batch_size, "cka_alignment")
 
-        def term(step: Step) -> Tensor:
-            if (batch := next(batches, None)) is None:
-                return step.loss.new_zeros(())
-            x, target, factored = batch
-            compare = linear_cka if factored else linear_cka_to_kernel
-            cka = compare(x, target, centered=centered)
+        def compare(x: Tensor, target: Tensor, factored: bool) -> Tensor:
+            cka = (linear_cka if factored else linear_cka_to_kernel)(x, target, centered=centered)
             local.log("cka", cka.detach())
             return self.weight * (1.0 - cka)
 
-        return term
+        return term_of_public_images(local, self.batch_size, "cka_alignment", compare)

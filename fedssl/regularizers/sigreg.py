@@ -25,7 +25,7 @@ class SIGReg(Regularizer):
     directions: int = Field(256, ge=1, description="random directions along which each step compares")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        generator = local.device_generator("sigreg")
+        generator = local.generator("sigreg", local.client.model.device)
 
         def term(step: Step) -> Tensor:
             features = step.projections[0].shape[1]

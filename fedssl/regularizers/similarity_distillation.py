@@ -4,10 +4,9 @@ from pydantic import Field
 from torch import Tensor
 
 from ..client import LocalRound
-from ..objectives.base import Step
 from ..teacher import cosines, similarity_loss
 from .base import Regularizer, StepLoss
-from .cka_alignment import public_batches
+from .cka_alignment import term_of_public_images
 
 
 class SimilarityDistillation(Regularizer):
@@ -33,12 +32,8 @@ class SimilarityDistillation(Regularizer):
 
     def start_round(self, local: LocalRound) -> StepLoss:
         centered = bool(local.received.config["alignment.centered"])
-        batches = public_batches(local, self.batch_size, "similarity_distillation")
 
-        def term(step: Step) -> Tensor:
-            if (batch := next(batches, None)) is None:
-                return step.loss.new_zeros(())
-            x, target, factored = batch
+        def compare(x: Tensor, target: Tensor, factored: bool) -> Tensor:
             if centered:
                 x = x - x.mean(dim=0)
             if factored:
@@ -50,4 +45,4 @@ class SimilarityDistillation(Regularizer):
             local.log("similarity_divergence", divergence.detach())
             return self.weight * divergence
 
-        return term
+        return term_of_public_images(local, self.batch_size, "similarity_distillation", compare)

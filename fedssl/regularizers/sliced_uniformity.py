@@ -70,7 +70,7 @@ class SlicedUniformity(Regularizer):
     directions: int = Field(6, ge=1, description="directions in each tangent space")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        generator = local.device_generator("sliced_uniformity")
+        generator = local.generator("sliced_uniformity", local.client.model.device)
 
         def term(step: Step) -> Tensor:
             z = F.normalize(torch.stack(step.projections).float(), dim=-1)

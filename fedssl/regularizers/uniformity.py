@@ -78,7 +78,7 @@ class Uniformity(Regularizer):
             raise UserError(f"uniformity's layer is {self.layer}, which this objective's model does not have")
 
     def start_round(self, local: LocalRound) -> StepLoss:
-        generator = local.device_generator("uniformity")
+        generator = local.generator("uniformity", local.client.model.device)
 
         def term(step: Step) -> Tensor:
             outputs = step.representations if self.layer == "encoder" else step.projections

@@ -34,6 +34,7 @@ from fedssl.run_folder.directory import RunDirectory
 from fedssl.training import _log_rank_kept, steps_of_round, train_before_rounds, train_locally
 from tests.fedssl.conftest import AVERAGED
 from tests.fedssl.engines.short_runs import SMALL
+from tests.fedssl.models.test_weights import same
 from tests.fedssl.rounds_in_memory import train_rounds
 
 EPOCHS, BATCH_SIZE, NUMBER = 2, 8, 3
@@ -55,13 +56,6 @@ class Length(Regularizer):
 
     def start_round(self, local: LocalRound) -> StepLoss:
         return lambda step: self.weight * step.projections[0].norm(dim=1).mean()
-
-
-def federation_with(tiny: Any, optimizer: str) -> Federation:
-    objective = {"name": "byol", "hidden_features": 16, "output_features": 8, "target_momentum": TARGET_MOMENTUM}
-    training = {"local_epochs": EPOCHS, "batch_size": BATCH_SIZE, "optimizer": optimizer, "learning_rate": RATE}
-    training |= {"momentum": MOMENTUM, "weight_decay": DECAY}
-    return build_federation(tiny(**AVERAGED | SMALL, objective=objective, training=training))
 
 
 def local_round(federation: Federation) -> LocalRound:
@@ -102,7 +96,10 @@ def train_step_by_step(local: LocalRound, optimizer: str, terms: list[StepLoss])
 
 @pytest.mark.parametrize("optimizer", RULES)
 def test_a_round_is_these_steps(optimizer, tiny):
-    federation = federation_with(tiny, optimizer)
+    objective = {"name": "byol", "hidden_features": 16, "output_features": 8, "target_momentum": TARGET_MOMENTUM}
+    training = {"local_epochs": EPOCHS, "batch_size": BATCH_SIZE, "optimizer": optimizer, "learning_rate": RATE}
+    training |= {"momentum": MOMENTUM, "weight_decay": DECAY}
+    federation = build_federation(tiny(**AVERAGED | SMALL, objective=objective, training=training))
     terms = [Length(weight=0.3), Length(weight=-0.1)]
     one, other = local_round(federation), local_round(federation)
     before = {name: tensor.clone() for name, tensor in one.client.model.state_dict().items()}
@@ -255,9 +252,13 @@ def test_a_constant_rate_and_that_of_what_the_server_trains_before_the_rounds_is
     recipe = tiny(**SETTINGS | {"objective": simclr, "aggregators": aggregators})
     build_federation(recipe).method.initial_state()
     assert rates == {-1: {RATE}}
+    too_high = recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": 1e30})})
+    with pytest.raises(UserError, match=r"^the server's loss became nan in round 0, step 2;"):
+        build_federation(too_high).method.initial_state()
+    rates.clear()
     constant = {"training": COSINE | {"learning_rate_schedule": "constant"}}
     train_rounds(build_federation(tiny(**SETTINGS | constant)), rounds=2)
-    assert rates == {-1: {RATE}, 1: {RATE}, 2: {RATE}}
+    assert rates == {1: {RATE}, 2: {RATE}}
 
 
 def test_warmup_cosine_changes_from_step_to_step(tiny, rates):
@@ -299,11 +300,11 @@ def test_an_encoder_that_starts_from_weights_waits_for_its_heads_and_then_trains
     assert not any(torch.equal(before[name], moved[name]) for name in of_heads)
 
 
-@pytest.mark.parametrize("local_epochs", [4, 12], ids=["over rounds", "within a round"])
-def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny, tmp_path):
-    """SimSiam without its stop-gradient collapses, and goes on where it shall; with it, nothing collapses."""
+@pytest.mark.parametrize("length", [{"local_epochs": 4}, {"local_epochs": 12}, {"local_steps": 1, "batch_size": 48}])
+def test_a_collapse_ends_the_run_and_is_named(length, tiny, tmp_path):
+    """SimSiam without its stop-gradient collapses, over rounds and within one, and goes on where it shall."""
     objective = {"name": "simsiam", "output_features": 16, "bottleneck_features": 8, "stop_gradient": False}
-    training = {"local_epochs": local_epochs, "batch_size": 16, "learning_rate": 2.0, "stop_at_collapse": True}
+    training = {"batch_size": 16, "learning_rate": 2.0, "stop_at_collapse": True} | length
     changes = SETTINGS | {"objective": objective, "training": training, "partition": {"name": "iid", "clients": 1}}
     with pytest.raises(UserError, match=r"round \d+: the representations collapse: at its end a batch has \d+ % of"):
         run(tiny(**changes | {"rounds": 20}), tmp_path / "collapses")
@@ -316,15 +317,16 @@ def test_a_collapse_ends_the_run_and_is_named(local_epochs, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("noise", "kept"), [(0.01, 1.0), (3.0, 0.13)], ids=["few kinds of images", "collapsed"])
-def test_a_low_rank_is_a_collapse_where_views_no_longer_find_one_another(noise, kept):
+@pytest.mark.parametrize("online_views", [1, 2])
+def test_a_low_rank_is_a_collapse_where_views_no_longer_find_one_another(online_views, noise, kept):
     """At first 64 views in 32 dimensions of which half find one another, then views in few dimensions."""
     generator, logged = torch.Generator().manual_seed(0), {}
-    client = SimpleNamespace(memory=SimpleNamespace(numbers={}))
+    client = SimpleNamespace(memory=SimpleNamespace(numbers={}), model=Model({"encoder": torch.nn.Identity()}))
     local = SimpleNamespace(client=client, log=logged.__setitem__)
     for directions, share, begins in ((32, 1.5, True), (4, noise, False)):
         images = torch.randn(64, directions, generator=generator)
-        views = [images + share * torch.randn(64, directions, generator=generator) for _ in range(2)]
-        _log_rank_kept(SimpleNamespace(representations=views), local, begins)
+        views = tuple(images + share * torch.randn(64, directions, generator=generator) for _ in range(2))
+        _log_rank_kept(Step(images.mean(), views[:online_views], views=views), local, begins, not begins)
     assert logged == {"rank_kept": pytest.approx(kept, abs=0.05)}
 
 
@@ -358,10 +360,6 @@ def target_as_online(state: State) -> State:
     return {"online." + name[7:]: tensor for name, tensor in state.items() if name.startswith("target.")}
 
 
-def same(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
 @pytest.fixture
 def at_first_step(monkeypatch) -> list[State]:
     """The model's state when each client begins to train."""
@@ -377,36 +375,26 @@ def at_first_step(monkeypatch) -> list[State]:
     return states
 
 
-def first_and_second_round(federation: Federation) -> tuple[State, State]:
-    """Client 0 trains in rounds 1 and 2: its state between them, and what it receives in round 2."""
-    method = federation.method
-    server = method.initial_state()
-    client = federation.client(0, Message())
-    assert not same(client.model.online_state(), server.tensors)  # a client does not start from the server's numbers
-    reply = method.client_round(client, method.broadcast(server, [0], 1)[0], 1)
-    between = copied(client.model.state_dict())
-    # as if others had moved the mean
-    server = method.aggregate(server, {0: reply}, 1)
-    server.tensors = {n: t + 0.01 if t.is_floating_point() else t for n, t in server.tensors.items()}
-    received = method.broadcast(server, [0], 2)[0]
-    method.client_round(client, received, 2)
-    return between, received.tensors
-
-
 @pytest.mark.parametrize(("objective", "fresh"), [(BYOL_OF_EIGHT, False), (MOCO_V3, True), (KEPT_TARGET, False)])
 def test_a_target_goes_on_unless_it_is_fresh_and_the_previous_model_is_its_own(objective, fresh, tiny, at_first_step):
-    """The first target is the first online network."""
+    """The first target is the first online network; the mean moves between the two rounds, as if by others."""
     federation = small_federation(tiny, objective=objective, regularizers=["representation_alignment"])
-    server, own = federation.method.initial_state().tensors, federation.client(0, Message()).model.online_state()
-    between, received = first_and_second_round(federation)
+    method, client = federation.method, federation.client(0, Message())
+    server, own = method.initial_state(), client.model.online_state()
+    assert not same(own, server.tensors)  # a client does not start from the server's numbers
+    reply = method.client_round(client, method.broadcast(server, [0], 1)[0], 1)
+    between, moved = copied(client.model.state_dict()), method.aggregate(server, {0: reply}, 1)
+    moved.tensors = {n: t + 0.01 if t.is_floating_point() else t for n, t in moved.tensors.items()}
+    received = method.broadcast(moved, [0], 2)[0]
+    method.client_round(client, received, 2)
     targets = [target_as_online(state) for state in at_first_step]
-    expected = received if fresh else target_as_online(between)
-    for target, source in zip(targets, (server, expected), strict=True):
+    expected = received.tensors if fresh else target_as_online(between)
+    for target, source in zip(targets, (server.tensors, expected), strict=True):
         assert same(target, {name: source[name] for name in target})
     for state, before in zip(at_first_step, (own, between), strict=True):
         previous = {name[9:]: tensor for name, tensor in state.items() if name.startswith("previous.")}
         assert same(previous, {name: tensor for name, tensor in before.items() if name.startswith("online.")})
-    assert not same(previous, received)
+    assert not same(previous, received.tensors)
 
 
 def test_an_answer_and_a_state_do_not_change_when_the_client_trains_on(tiny):

@@ -117,6 +117,8 @@ def test_wrong_teachers_are_refused_by_name(noisy, teacher, tmp_path):
 def test_a_teacher_of_timm_keeps_its_own_stem_and_a_path_starts_at_the_recipe(monkeypatch, tmp_path):
     given = timm.create_model("resnet10t", num_classes=0).state_dict()
     monkeypatch.setattr(weights, "_from_timm", lambda name: given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", None)  # a step that reads it would go on with other numbers
     network = frozen_encoder("timm:resnet10t", (3, 32, 32), "teacher")
     assert all(torch.equal(tensor, given[name]) for name, tensor in network.state_dict().items())
     assert not any(p.requires_grad for p in network.parameters())

@@ -70,6 +70,8 @@ def test_a_vision_transformer_trains_on_both_sizes_and_represents_images_as_befo
     stages = {"name": "layer_wise", "layers_per_stage": 2, "rounds_per_stage": 1}
     done = train_rounds(build_federation(noisy(**parts, schedule=stages)), 2, [0])
     assert done.replies[2][0].metrics["loss"] < 4.0  # log 12 is 2.5
+    whole = train_rounds(build_federation(noisy(**parts | {"augmentation": "random_views"}, schedule=stages)), 1, [0])
+    assert done.replies[1][0].metrics["flops"] < 0.7 * whole.replies[1][0].metrics["flops"]
     plain = build_federation(noisy(architectures=["small_vit"])).new_model(None).encoder
     encoder, images = build_federation(noisy(**parts)).new_model(None).encoder, torch.randn(3, 1, 8, 8)
     plain.load_state_dict(encoder.state_dict())

@@ -1,5 +1,6 @@
 """Clients' states: where they live, that memory does not grow with the clients, and that they hold what is needed."""
 
+import dataclasses
 import gc
 import re
 from typing import Any
@@ -8,13 +9,16 @@ import pytest
 import torch
 
 from fedssl import method
+from fedssl.aggregators.weighted_mean import WeightedMean
 from fedssl.engines import rounds
 from fedssl.engines.in_process import run
 from fedssl.engines.observers import Observer
 from fedssl.errors import UserError
 from fedssl.federation import build_federation
+from fedssl.local_updates.replace import Replace
 from fedssl.messages import Message
 from fedssl.models.model import Model
+from fedssl.schedules.end_to_end import EndToEnd
 from tests.fedssl.conftest import ALIGNED, AVERAGED, FEDU2, LW_FEDSSL
 from tests.fedssl.killed_runs import contents
 
@@ -87,6 +91,20 @@ def test_a_state_holds_what_the_next_round_needs(method, tiny):
     assert stored == {f"model/{network}" for network in networks}
     whole = {f"model/{name}" for name in client.model.state_dict()}
     assert set(federation.client_state(client, 2).tensors) == whole  # for reports of local models
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "changed"),
+    [
+        ("schedule", EndToEnd, "travelling"),
+        ("aggregators", WeightedMean, "broadcast"),
+        ("local_update", Replace, "receive"),
+    ],
+)
+def test_a_part_of_ones_own_may_leave_some_weights_to_each_client(kind, part, changed, tiny):
+    own, method = type("Own", (part,), {changed: lambda *_: []})(), build_federation(tiny(**AVERAGED)).method
+    method = dataclasses.replace(method, **{kind: (own,) if kind == "aggregators" else own})
+    assert method.kept_entries(method.global_model) == list(method.global_model.state_dict())
 
 
 def test_a_state_without_what_is_needed_is_refused(tiny):

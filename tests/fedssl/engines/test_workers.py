@@ -31,10 +31,12 @@ FEW: dict[str, Any] = {
     "clients_per_round": 3,
     "evaluation": SMALL["evaluation"],
 }
+#: the opening round's answers are of models that no message fills
+BOTH = AVERAGED | {"aggregators": ["weighted_mean", "representation_mean"], "regularizers": ["cka_alignment"]}
 ROUNDED = FEDU2 | {"training": {"local_epochs": 1, "batch_size": 8, "precision": "bfloat16"}}
 
 
-@pytest.mark.parametrize("method", [ALIGNED, LW_FEDSSL], ids=["hetero_ssfl", "lw_fedssl"])
+@pytest.mark.parametrize("method", [ALIGNED, LW_FEDSSL, BOTH], ids=["hetero_ssfl", "lw_fedssl", "both"])
 def test_two_clients_at_a_time_give_the_same_run(method, finished, noisy, tmp_path):
     run(noisy(**FEW | method, clients_parallel=2), tmp_path / "two")
     assert results(tmp_path / "two") == results(finished(noisy(**FEW | method)))

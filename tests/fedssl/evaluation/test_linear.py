@@ -8,6 +8,7 @@ from torch import nn
 from fedssl.errors import UserError
 from fedssl.evaluation.linear import LinearOptions, _standardized, linear_accuracy, linear_auroc
 from tests.fedssl.evaluation.conftest import blobs
+from tests.fedssl.evaluation.test_metrics import normal
 
 
 def test_the_named_protocol_is_what_is_trained():
@@ -86,12 +87,8 @@ def test_divergence_is_an_error():
 QUICK = LinearOptions(epochs=40, batch_size=50, learning_rate=0.05)
 
 
-def rows(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
-
-
 def test_auroc_of_labels_that_the_features_hold():
-    train, test = rows(400, 0), rows(200, 1)
+    train, test = normal(400, 6), normal(200, 6, seed=1)
 
     def held(values: torch.Tensor) -> torch.Tensor:
         return torch.stack([values[:, 0] > 0, values[:, 1] - values[:, 2] > 1.5], dim=1).to(torch.uint8)
@@ -109,7 +106,7 @@ def test_auroc_of_labels_that_the_features_hold():
 
 
 def test_labels_without_both_values_have_no_auroc():
-    train, test = rows(60, 0), rows(40, 1)
+    train, test = normal(60, 6), normal(40, 6, seed=1)
     targets, truth = (torch.stack([x[:, 0] > 0, x[:, 0] > 99], dim=1).to(torch.uint8) for x in (train, test))
     assert linear_auroc(train, targets, test, truth, QUICK, 0) > 95
     assert linear_auroc(train, targets[:, 1:], test, truth[:, 1:], QUICK, 0) is None

@@ -81,6 +81,7 @@ def test_small_images_get_a_stride_one_stem_without_pooling_and_large_ones_keep_
         encoder = build_encoder(name, 3, 96)
         assert encoder.conv1.stride == (2, 2)
         assert isinstance(encoder.maxpool, nn.MaxPool2d)
+    assert has_small_image_stem(build_encoder(name, 3, 32, 96)) == name.startswith("small_")  # whichever side is long
     large = build_encoder(name, 3, 32, stem="large")
     assert has_small_image_stem(large) == name.startswith("small_")
     assert has_small_image_stem(build_encoder(name, 3, 96, stem="small"))

@@ -29,6 +29,7 @@ from fedssl.regularizers.relational_distillation import RelationalDistillation, 
 from fedssl.regularizers.representation_alignment import RepresentationAlignment
 from fedssl.regularizers.similarity_distillation import SimilarityDistillation
 from fedssl.teacher import similarity_loss
+from tests.fedssl.aggregators.test_by_hand import kernel_of
 from tests.fedssl.conftest import ALIGNED
 from tests.fedssl.engines.short_runs import SMALL
 from tests.fedssl.models.test_model import images, staged
@@ -176,10 +177,6 @@ def test_factor_and_kernel_give_the_same_term_and_gradient(part, kernel, layer, 
         torch.testing.assert_close(one / scale, other / scale, atol=1e-4, rtol=1e-3)
 
 
-def product(rows: torch.Tensor) -> torch.Tensor:
-    return rows.double() @ rows.double().T
-
-
 @pytest.mark.parametrize("centered", [False, True])
 def test_the_term_is_mu_times_one_minus_eq_1(centered, tiny):
     """All 20 public images in one batch, a network in evaluation mode: the term by hand from the definition."""
@@ -189,7 +186,7 @@ def test_the_term_is_mu_times_one_minus_eq_1(centered, tiny):
     own = client.model.represent(normalize(client.public_images), "encoder").double().detach()
     if centered:
         own = own - own.mean(dim=0)
-    a, b = product(own), sum(map(product, server.tensors.values())) / 3
+    a, b = kernel_of(own), sum(map(kernel_of, server.tensors.values())) / 3
     if centered:  # for the linear kernel this was done before
         a, b = (k - k.mean(0) - k.mean(1)[:, None] + k.mean() for k in (a, b))
     cka = float((a * b).sum() / (a.norm() * b.norm()))
@@ -208,7 +205,7 @@ def test_similarities_are_those_of_whitened_representations_and_of_the_mean_kern
     values, vectors = torch.linalg.eigh(own @ own.T)
     a = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     a = a * a.diagonal().rsqrt() * a.diagonal().rsqrt()[:, None]
-    b = sum(map(product, server.tensors.values())) / 3
+    b = sum(map(kernel_of, server.tensors.values())) / 3
     b = b * b.diagonal().rsqrt() * b.diagonal().rsqrt()[:, None]
     expected = float(similarity_loss(a, b, 0.3))
     assert float(term.detach()) == pytest.approx(0.7 * expected, rel=1e-3)

@@ -29,7 +29,8 @@ KINDS = {
     "uneven clients that drop out": AVERAGED | UNEVEN | {"client_dropout": 0.4, "rounds": 3},
     "uneven clients with equal steps, quadratic in the batch": AVERAGED
     | UNEVEN
-    | {"training": {"local_steps": 5, "local_epochs": 3, "batch_size": 8}, "rounds": 1, "regularizers": ["uniformity"]},
+    | {"training": {"local_steps": 5, "local_epochs": 3, "batch_size": 8, "stop_at_collapse": True}}
+    | {"rounds": 1, "regularizers": ["uniformity"]},
     "layer-wise, joining late, int8 on the wire": TWO_STAGES | {"clients_per_round": 1, "transport": "int8"},
     "layer-wise, aligned to previous models, dropping out, bfloat16 on the wire": TWO_STAGES
     | {"regularizers": ["representation_alignment", "proximal"], "client_dropout": 0.4, "transport": "bfloat16"},
