@@ -80,7 +80,13 @@ class Engine:
             recipe, changes = changed_recipe(path / "recipe.yaml", stored, overrides, done)
             if back is not None:
                 changes.insert(0, Change("from_round", str(last), str(back)))
-            if back is not None and stored.engine == "flower" and not overrides:
+            if stored.engine == "flower":
+                if back is None or overrides:
+                    raise UserError(
+                        f"{path} is a run across machines: flwr run on its app continues it, and what may change is "
+                        "changed by writing the app anew (fedssl app with --output RUN); fedssl run --resume can only "
+                        "go back in it, with --from-round alone"
+                    )
                 directory.replace_files({HISTORY: _history(directory, changes, done)}, back)
                 directory.roll_back()
                 notify(f"{path} is at round {back} again; flwr run on its app continues it from there")

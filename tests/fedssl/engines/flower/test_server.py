@@ -110,6 +110,9 @@ def test_sites_keep_the_states_to_which_a_run_may_go_back(begin, tmp_path):
     faults = {number: silent(12) for number in (2, 3, 4)}
     run.go(faults)
     whole = results(run.path)
+    for changes, number in ((["rounds=5"], None), (["rounds=5"], 2), (["evaluation.every=1"], None)):
+        with pytest.raises(UserError, match="is a run across machines: flwr run on its app continues it"):
+            fedssl.resume(run.path, changes, from_round=number)
     back = fedssl.resume(run.path, from_round=2)
     assert (back.finished, back.last_round) == (False, 2)
     run.go(faults)
