@@ -13,9 +13,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from fedssl.deploy.certificates import Authority, read_certificate
 from fedssl.deploy.consortium import load_consortium, load_server
 from fedssl.deploy.folders import answer_request, provision, revoke
-from fedssl.deploy.keys import public_text, read_public, server_key, site_key, write_private
+from fedssl.deploy.keys import public_text, read_public, server_key, site_key
 from fedssl.engines.flower.site_files import key_fingerprint, load_site, read_manifest
 from fedssl.errors import UserError
+from tests.fedssl.data.data_files import full_disk
 from tests.fedssl.engines.short_runs import everything
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
@@ -167,12 +168,11 @@ def test_without_the_authority_no_new_one_is_made(provisioned):
         provisioned()
 
 
-def test_a_private_key_is_never_replaced(tmp_path):
+def test_a_private_key_is_never_replaced_and_of_a_full_disk_no_part_of_one_stays(tmp_path):
     path = tmp_path / "site.key"
+    with full_disk(100), pytest.raises(UserError, match=r"no space left to write .*repeat the command"):
+        site_key(path)
     key = site_key(path)
-    assert site_key(path).private_numbers() == key.private_numbers()
-    with pytest.raises(UserError, match="a key is never overwritten"):
-        write_private(path, b"other")
     assert site_key(path).private_numbers() == key.private_numbers()
     assert [p.name for p in tmp_path.iterdir()] == ["site.key"]
     path.write_text("nonsense")
