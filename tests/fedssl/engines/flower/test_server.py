@@ -267,16 +267,16 @@ def test_an_evaluation_of_too_many_measures_does_not_count(begin):
 # The apps
 
 
-def serve(recipe: Recipe, folder: Path, grid, output: str = "") -> None:
-    """The ServerApp of a deployment, as Flower calls it."""
+def serve(recipe: Recipe, folder: Path, grid) -> None:
+    """The ServerApp of a deployment, as Flower calls it, for a run in the user's home folder."""
     (folder / "recipe.yaml").write_text(recipe.to_yaml())
     app = make_server_app(folder / "recipe.yaml")
-    app(grid, Context(1, 1, {}, RecordDict(), {"output": output or str(folder / "run")}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        app(grid, Context(1, 1, {}, RecordDict(), {"output": "~/run"}))
 
 
-def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_holds_what(
-    begin, tmp_path, capsys, monkeypatch
-):
+def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_holds_what(begin, tmp_path, capsys):
     own = {k: {"data": {"name": "digits", "train_limit": limit}} for k, limit in enumerate((30, 4, 20))}
     sites, partition = write_sites(tmp_path, own=own), {"name": "sites", "clients": 3}
     nodes = begin(sites, "nodes", **AVERAGED, partition=partition, guard={"minimum_answers": 2})
@@ -288,8 +288,7 @@ def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_hol
             serve(nodes.recipe, tmp_path, nodes.grid)
         assert not (tmp_path / "run").exists()
     nodes.bind()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    serve(nodes.recipe, tmp_path, nodes.grid, "~/run")
+    serve(nodes.recipe, tmp_path, nodes.grid)
     run = read_run(tmp_path / "run")
     assert run.finished
     assert (run.class_names, run.class_counts) == (["images"], [[30], [0], [20]])
