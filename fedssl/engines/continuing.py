@@ -67,9 +67,6 @@ class Engine:
             directory.require_unchanged()
             last = directory.checkpoint.round
             back = None if from_round == last else from_round
-            if directory.checkpoint.finished and back is None and not overrides:
-                directory.roll_back()
-                return directory
             stored = load_stored_recipe(directory, trust, resuming=True)
             if back is not None and stored.flower.differential_privacy is not None:
                 raise UserError(
@@ -80,6 +77,9 @@ class Engine:
             recipe, changes = changed_recipe(path / "recipe.yaml", stored, overrides, done)
             if back is not None:
                 changes.insert(0, Change("from_round", str(last), str(back)))
+            if directory.checkpoint.finished and not changes:
+                directory.roll_back()
+                return directory
             if stored.engine == "flower":
                 if back is None or overrides:
                     raise UserError(
@@ -92,9 +92,6 @@ class Engine:
                 notify(f"{path} is at round {back} again; flwr run on its app continues it from there")
                 return directory
             if directory.checkpoint.finished and back is None and recipe.rounds == stored.rounds:
-                directory.roll_back()
-                if not changes:
-                    return directory
                 raise UserError(
                     f"{path} is finished, so nothing would be done with another {changes[0].option}: give rounds=N "
                     f"with more than {stored.rounds} as well, or measure the run as it is (fedssl evaluate)"
