@@ -113,8 +113,6 @@ def test_what_does_not_fit_is_refused(expected, files, check):
 
 def test_a_site_refuses_an_authority_that_has_expired_and_an_address_without_a_port(tmp_path, umask):
     (tmp_path / "ca.crt").write_bytes(Owner("authority", **EXPIRED).pem)
-    (tmp_path / "site.key").touch()
-    (tmp_path / "site.yaml").write_text("state: x\n")
     with pytest.raises(UserError, match=r"ca.crt is not valid now: CN=authority"):
         nodes.supernode(tmp_path / "site.yaml", "127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "site.key")
     for address in ("localhost", "https://localhost:8000", "localhost:"):
