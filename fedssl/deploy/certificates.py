@@ -62,13 +62,11 @@ class Authority:
         """
         now = datetime.now(timezone.utc)
         end = min(now + timedelta(days=days), self.certificate.not_valid_after_utc)
-        with explained("ca.crt, the authority's certificate, names no subjectKeyIdentifier"):
-            identifier = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         builder = (
             _builder(key, common_name(address[:64]), self.certificate.subject, now, end, is_authority=False)
             .add_extension(x509.SubjectAlternativeName(_server_names(address)), critical=False)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
         )
         return builder.sign(self.key, hashes.SHA256())
 

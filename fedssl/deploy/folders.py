@@ -16,6 +16,7 @@ from ..engines.flower.site_files import MANIFEST, SITES, key_fingerprint, read_m
 from ..errors import UserError
 from ..run_folder.storage import write_atomically, writing
 from ..templates import fill_template
+from ..untrusted import quoted
 from . import certificates, keys
 from .certificates import Authority
 from .consortium import RENEWAL_DAYS, SERVER_FILE, Consortium
@@ -64,14 +65,16 @@ def answer_request(request: Path, folder: Path) -> list[str]:
             one, or it was revoked.
     """
     key = keys.read_public(request, own=False)
-    name = keys.read_file(request, "the request", own=False).decode(errors="replace").strip().rpartition(" ")[2]
+    words = keys.read_file(request, "the request", own=False).decode(errors="replace").split()
+    name = words[-1] if len(words) > 2 else ""  # without a comment the last one is the key itself
     if not isinstance(key.curve, keys.SITE_CURVE):
         raise UserError(f"{request} must hold a key on the curve {keys.SITE_CURVE.name}: make it as STEPS.md says")
     server = folder / "server"
     sites = _known_sites(folder)
     if name not in sites:
         raise UserError(
-            f"{request} is a request of {name}, which is no site of {folder} ({', '.join(sites) or 'it has none'}): "
+            f"{request} is a request of {name or 'nobody'}, as its comment says, which is no site of {folder} "
+            f"({', '.join(sites) or 'it has none'}): make the key with -C and the site's name, as STEPS.md says, or "
             "add the site to the consortium's file and call fedssl provision first"
         )
     public = server / SITES / f"{name}.pub"
@@ -79,7 +82,8 @@ def answer_request(request: Path, folder: Path) -> list[str]:
     if registered.get(name, key) != key:
         raise UserError(
             f"{name} already has the key {key_fingerprint(registered[name])}, but {request} holds "
-            f"{key_fingerprint(key)}: if the site has made a new key, call fedssl provision revoke {name} first"
+            f"{key_fingerprint(key)}: if the site has made a new key, call fedssl provision revoke {name} --output "
+            f"{quoted(folder)} first"
         )
     owner = next((site for site, other in registered.items() if other == key and site != name), None)
     if owner is not None:

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..errors import UserError, explained
-from ..run_folder.storage import cannot_write
+from ..run_folder.storage import writing
 from ..untrusted import read_regular_file, refuse_shared
 
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -37,9 +37,20 @@ def read_site_key(path: Path) -> PrivateKey:
 
 
 def _make_if_missing(path: Path, curve: ec.EllipticCurve, key_format: serialization.PrivateFormat) -> None:
-    if not path.exists():
-        key = ec.generate_private_key(curve)
-        write_private(path, key.private_bytes(serialization.Encoding.PEM, key_format, serialization.NoEncryption()))
+    """Write a new key that only its user can read where there is none; a key is never overwritten."""
+    if path.exists():
+        return
+    key = ec.generate_private_key(curve)
+    with writing(path):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(handle, "wb") as file:
+                file.write(key.private_bytes(serialization.Encoding.PEM, key_format, serialization.NoEncryption()))
+                file.flush()
+                os.fsync(handle)
+        except OSError:
+            path.unlink()  # half a key, which each later call would refuse
+            raise
 
 
 def _read_private(path: Path, load, format_name: str, command: str) -> PrivateKey:  # type: ignore[no-untyped-def]
@@ -50,19 +61,6 @@ def _read_private(path: Path, load, format_name: str, command: str) -> PrivateKe
     if not isinstance(key, PrivateKey):
         raise UserError(f"{path} must be a key on an elliptic curve, got {type(key).__name__}: make one with {command}")
     return key
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a new file that only its user can read; raise UserError if it exists, as a key is never overwritten."""
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError:
-        raise UserError(f"{path} exists already, and a key is never overwritten: move it away first") from None
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def public_text(key: PublicKey) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -68,9 +69,12 @@ def supernode(site_file: Path, address: str, certificate: Path, key: Path, allow
             if neither the file nor this approves one.
 
     Raises:
-        UserError: see `require_authority` and `require_digest`; a file is missing or wrong.
+        UserError: see `require_authority` and `require_digest`; a file is missing or wrong, or the address has another
+            form.
     """
     os.umask(_PRIVATE_UMASK)
+    if not re.fullmatch(r"[^/\s]+:[0-9]+", address):  # Flower would try to connect to it for ever
+        raise UserError(f"--superlink is the SuperLink's address as HOST:PORT, got {printable(address)!r}")
     require_authority(certificate)
     read_site_key(key)
     with socket.create_server((_HOST, 0)) as probe:  # a free port, as several nodes may share a machine

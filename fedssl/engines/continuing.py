@@ -67,9 +67,6 @@ class Engine:
             directory.require_unchanged()
             last = directory.checkpoint.round
             back = None if from_round == last else from_round
-            if directory.checkpoint.finished and back is None and not overrides:
-                directory.roll_back()
-                return directory
             stored = load_stored_recipe(directory, trust, resuming=True)
             if back is not None and stored.flower.differential_privacy is not None:
                 raise UserError(
@@ -80,15 +77,21 @@ class Engine:
             recipe, changes = changed_recipe(path / "recipe.yaml", stored, overrides, done)
             if back is not None:
                 changes.insert(0, Change("from_round", str(last), str(back)))
-            if back is not None and stored.engine == "flower" and not overrides:
+            if directory.checkpoint.finished and not changes:
+                directory.roll_back()
+                return directory
+            if stored.engine == "flower":
+                if back is None or overrides:
+                    raise UserError(
+                        f"{path} is a run across machines: flwr run on its app continues it, and what may change is "
+                        "changed by writing the app anew (fedssl app with --output RUN); fedssl run --resume can only "
+                        "go back in it, with --from-round alone"
+                    )
                 directory.replace_files({HISTORY: _history(directory, changes, done)}, back)
                 directory.roll_back()
                 notify(f"{path} is at round {back} again; flwr run on its app continues it from there")
                 return directory
             if directory.checkpoint.finished and back is None and recipe.rounds == stored.rounds:
-                directory.roll_back()
-                if not changes:
-                    return directory
                 raise UserError(
                     f"{path} is finished, so nothing would be done with another {changes[0].option}: give rounds=N "
                     f"with more than {stored.rounds} as well, or measure the run as it is (fedssl evaluate)"

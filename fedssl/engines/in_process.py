@@ -59,15 +59,12 @@ class LocalClients(Clients):
         return replies, {}
 
     def evaluations(self, number: int) -> Iterator[tuple[int, dict[str, float], Tensor]]:
-        known = self._known(number)
+        # between the rounds measures of unchanged models are kept; before and after training more is measured
+        known = self._measured if 0 < number < self._federation.recipe.rounds else {}
         clients = range(len(self._federation.client_rows))
         known |= self._each([k for k in clients if k not in known], number)
         for k in clients:
             yield k, *known[k]
-
-    def _known(self, number: int) -> dict[int, _Measured]:
-        """Return where measures of unchanged models are kept: before and after training more is measured."""
-        return self._measured if 0 < number < self._federation.recipe.rounds else {}
 
     def _each(
         self, clients: Collection[int], number: int, sent: dict[int, Message] | None = None

@@ -49,7 +49,7 @@ class Observer:
         """Handle a committed round; `rows` are its rows of metrics.csv, as (round, client, metric, value)."""
 
     def inform(self, text: str) -> None:
-        """Handle a sentence about what the run does, after `run_began` of a new run."""
+        """Handle a sentence about what the run does: at the start of a new one, or where it ends before its rounds."""
 
     def warn(self, text: str) -> None:
         """Handle a warning, such as about a client whose answer was left out."""

@@ -199,13 +199,12 @@ def measure_pace(federation: Federation, seconds: float) -> Pace:
 
 
 def told_duration(federation: Federation) -> str | None:
-    """Return how long the training of a run takes, by steps of some three seconds; None for less than a minute."""
+    """Return how long the training of a run takes, by steps of about a second; None for less than a minute."""
     recipe = federation.recipe
     if not recipe.schedule.trains:
         return None
     for seconds in (0.0, SECONDS):  # the first steps alone tell that most short runs are short
-        pace = measure_pace(federation, seconds)
-        in_all = pace.seconds(recipe.rounds)
+        in_all = measure_pace(federation, seconds).seconds(recipe.rounds)
         if in_all < _SHORT:
             return None
     return f"training takes about {format_duration(in_all)} on this machine, by timed steps; evaluations come on top"

@@ -64,7 +64,7 @@ class ProgressBars(Observer):
     def evaluation_began(self, number: int) -> None:
         self._end_training()
         self._began = self._clock()
-        self.note(f"evaluating after round {number}")
+        self.bars.update(self.clients, status=f"evaluating after round {number}")
 
     def round_ended(self, number: int, rows: Sequence[MetricRow]) -> None:
         self._end_training()
@@ -76,10 +76,6 @@ class ProgressBars(Observer):
         if self.bars.disable:
             parts = [f"round {number}/{self.total}", status, self._speed()]
             self.console.print("  ".join(part for part in parts if part), highlight=False)
-
-    def note(self, text: str) -> None:
-        """Show a text beside the bar of the clients until the next client begins."""
-        self.bars.update(self.clients, status=text)
 
     def warn(self, text: str) -> None:
         self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)

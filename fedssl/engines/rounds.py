@@ -32,8 +32,6 @@ from .observers import Observer, Observers, TensorBoard
 #: in the config of the server's state: the last round in which nobody answered, under secure aggregation
 _EMPTY = "empty round"
 _COLLAPSED = 0.25  # of the highest effective rank of a batch
-#: the server's next state, metric rows, and why there is no answer of some clients
-_Outcome = tuple[Message, list[MetricRow], dict[int, str]]
 
 
 class Clients(Protocol):
@@ -138,8 +136,8 @@ def _told_before(federation: Federation) -> Iterator[str]:
 
 def _round(
     federation: Federation, directory: RunDirectory, clients: Clients, number: int, observer: Observer
-) -> _Outcome:
-    """Run a round; in round 0 only some methods ask the clients."""
+) -> tuple[Message, list[MetricRow], dict[int, str]]:
+    """Run a round, see `_exchange` for what is returned; in round 0 only some methods ask the clients."""
     recipe, method, images = federation.recipe, federation.method, clients.images()
     if number == 0:
         server = method.initial_state()

@@ -38,7 +38,7 @@ from ...recipe.recipe import Recipe
 from ...run_folder.creation import alone_in, default_folder
 from ...run_folder.directory import SITES_RUN, RunDirectory
 from ...run_folder.storage import csv_text
-from ...untrusted import quoted
+from ...untrusted import expand_home, quoted
 from ..observers import Observer
 from ..progress import ProgressBars
 from ..rounds import evaluation_due, first_files, run_rounds
@@ -235,7 +235,7 @@ def make_server_app(recipe_file: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         recipe = load_recipe(recipe_file, trust=True)
-        path = Path(str(context.run_config.get("output") or default_folder(recipe.name, recipe.seed)))
+        path = expand_home(str(context.run_config.get("output") or default_folder(recipe.name, recipe.seed)))
         federation = private_federation(build_federation(recipe))
         with ExitStack() as stack:
             progress = stack.enter_context(ProgressBars(Console(width=160)))

@@ -40,9 +40,8 @@ def _prepared(recipe: Recipe) -> Federation:
 
 
 def _simulate(federation: Federation, directory: RunDirectory, observer: Observer) -> RunDirectory:
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = (
-        1  # messages name them; a SuperLink would set them
-    )
+    # messages name them; a SuperLink would set them
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
     clients = {1 + k: k for k in range(len(federation.client_rows))}
     nodes = LocalNodes(simulated_app(federation, directory.path), {node: {} for node in clients})
     connected = ConnectedClients(Messenger(nodes), lambda: clients, federation, observer, "simulation")

@@ -111,12 +111,13 @@ def test_what_does_not_fit_is_refused(expected, files, check):
         check(**{"key": key} | pem)
 
 
-def test_a_site_refuses_an_authority_that_has_expired(tmp_path, umask):
+def test_a_site_refuses_an_authority_that_has_expired_and_an_address_without_a_port(tmp_path, umask):
     (tmp_path / "ca.crt").write_bytes(Owner("authority", **EXPIRED).pem)
-    (tmp_path / "site.key").touch()
-    (tmp_path / "site.yaml").write_text("state: x\n")
     with pytest.raises(UserError, match=r"ca.crt is not valid now: CN=authority"):
         nodes.supernode(tmp_path / "site.yaml", "127.0.0.1:1", tmp_path / "ca.crt", tmp_path / "site.key")
+    for address in ("localhost", "https://localhost:8000", "localhost:"):
+        with pytest.raises(UserError, match="--superlink is the SuperLink's address as HOST:PORT, got "):
+            nodes.supernode(tmp_path / "site.yaml", address, tmp_path / "ca.crt", tmp_path / "site.key")
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")

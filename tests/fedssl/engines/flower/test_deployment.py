@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed: pip install .[flower]")
-
 from fedssl.engines.in_process import LocalClients
 from fedssl.engines.observers import Observer
 from fedssl.engines.rounds import first_files, run_rounds

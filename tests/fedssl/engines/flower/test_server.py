@@ -110,6 +110,9 @@ def test_sites_keep_the_states_to_which_a_run_may_go_back(begin, tmp_path):
     faults = {number: silent(12) for number in (2, 3, 4)}
     run.go(faults)
     whole = results(run.path)
+    for changes, number in ((["rounds=5"], None), (["rounds=5"], 2), (["evaluation.every=1"], None)):
+        with pytest.raises(UserError, match="is a run across machines: flwr run on its app continues it"):
+            fedssl.resume(run.path, changes, from_round=number)
     back = fedssl.resume(run.path, from_round=2)
     assert (back.finished, back.last_round) == (False, 2)
     run.go(faults)
@@ -265,10 +268,12 @@ def test_an_evaluation_of_too_many_measures_does_not_count(begin):
 
 
 def serve(recipe: Recipe, folder: Path, grid) -> None:
-    """The ServerApp of a deployment, as Flower calls it."""
+    """The ServerApp of a deployment, as Flower calls it, for a run in the user's home folder."""
     (folder / "recipe.yaml").write_text(recipe.to_yaml())
     app = make_server_app(folder / "recipe.yaml")
-    app(grid, Context(1, 1, {}, RecordDict(), {"output": str(folder / "run")}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        app(grid, Context(1, 1, {}, RecordDict(), {"output": "~/run"}))
 
 
 def test_a_run_that_never_began_leaves_no_folder_and_one_that_began_says_who_holds_what(begin, tmp_path, capsys):

@@ -1,7 +1,6 @@
 """Messages as Flower's records, and answers on the server's disk: the same bits, and broken records are refused."""
 
 import gc
-import resource
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
 from fedssl.run_folder.storage import safetensors_parts
+from tests.fedssl.data.data_files import full_disk
 from tests.fedssl.engines.every_tensor import assert_same, every_kind_of_tensor
 
 
@@ -122,9 +122,5 @@ def test_a_small_message_and_one_for_which_the_disk_has_no_space_stay_in_memory(
     small = Message({"a": torch.ones(10)})
     assert on_disk(small, tmp_path) is small
     message = Message({"a": torch.ones(2**18)})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
+    with full_disk(1000):
         assert on_disk(message, tmp_path) is message
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
