@@ -268,18 +268,18 @@ def evaluate_after(federation: Federation, model: Model, number: int) -> tuple[d
     fine-tuning after it. A server without data measures on other data alone.
     """
     recipe, dataset = federation.recipe, federation.dataset
-    options, seed = recipe.evaluation, seed_for(recipe.seed, "evaluation")
+    options, views, seed = recipe.evaluation, recipe.augmentation, seed_for(recipe.seed, "evaluation")
     measures: dict[str, float] = {}
     spectrum = torch.empty(0, dtype=torch.float64)
     at_an_end, after = number in (0, recipe.rounds), number == recipe.rounds
     with deterministic_on(model.device, recipe.training.deterministic):
         if len(dataset.measured_images):
-            fine_tune, views = after and dataset.labelled, recipe.augmentation
+            fine_tune = after and dataset.labelled
             measures, spectrum = evaluate_model(
                 model, dataset, options, seed, linear=at_an_end, fine_tune=fine_tune, augmentation=views
             )
         if at_an_end:
-            measures |= evaluate_downstream(model, federation.downstream, options, seed, after=after)
+            measures |= evaluate_downstream(model, federation.downstream, options, seed, views, after)
     return measures, spectrum
 
 

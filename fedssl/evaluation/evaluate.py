@@ -320,7 +320,12 @@ def load_downstream(options: DataOptions, image_shape: Sequence[int], seed: int)
 
 
 def evaluate_downstream(
-    model: Model, datasets: Mapping[str, Dataset], options: EvaluationOptions, seed: int, *, after: bool
+    model: Model,
+    datasets: Mapping[str, Dataset],
+    options: EvaluationOptions,
+    seed: int,
+    views: Augmentation,
+    after: bool,
 ) -> dict[str, float]:
     """Measure a model's encoder on each of other data sets, by label; the metrics are named `downstream_LABEL_METRIC`.
 
@@ -328,7 +333,9 @@ def evaluate_downstream(
     """
     metrics: dict[str, float] = {}
     for label, dataset in datasets.items():
-        values, _ = evaluate_model(model, dataset, options, seed, linear=True, fine_tune=after, own_classes=False)
+        values, _ = evaluate_model(
+            model, dataset, options, seed, linear=True, fine_tune=after, augmentation=views, own_classes=False
+        )
         metrics |= {f"{DOWNSTREAM}{label}_{name}": value for name, value in values.items()}
     return metrics
 

@@ -21,6 +21,7 @@ from safetensors.torch import save as save_tensors
 
 from fedkernels import __version__
 
+from ..augmentations.random_views import RandomViews
 from ..data.options import DataOptions
 from ..data.pixels import is_by_channel
 from ..errors import UserError, explained
@@ -39,6 +40,7 @@ from .trained_encoder import GLOBAL, EncoderOfRun, TrainedEncoder, checked_image
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 #: of a recipe's evaluation, what an exported encoder is measured with too: no paths, and nothing that takes long
 _MEASURING = {"neighbors", "temperature", "linear", "semi_supervised_protocol"}
+_VIEWS = set(RandomViews.model_fields) - {"name"}
 
 
 def export_encoder(
@@ -85,6 +87,8 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
     encoder, recipe = chosen.encoder, chosen.recipe
     channels, height, width = encoder.image_shape
     statistics = {"mean": [MEAN] * channels, "std": [STD] * channels}
+    # a part of one's own cannot be read without its file
+    views = recipe.augmentation if isinstance(recipe.augmentation, RandomViews) else RandomViews()
     ours: dict[str, Any] = {
         "version": __version__,
         "architecture": encoder.architecture,
@@ -98,6 +102,7 @@ def encoder_config(chosen: EncoderOfRun, run_name: str) -> dict[str, Any]:
         "run": run_name,
         "seed": recipe.seed,
         "evaluation": recipe.evaluation.model_dump(include=_MEASURING, exclude_defaults=True),
+        "augmentation": views.model_dump(mode="json", include=_VIEWS),
         "rounds": recipe.rounds,
         "model": chosen.owner,
         "round": chosen.round,
@@ -181,6 +186,7 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     evaluation = validated(EvaluationOptions, ours.get("evaluation", {}), unread)
     stored = {"name": "images", "path": folder, "window": ours.get("window"), "channels": ours.get("channels")}
     data = validated(DataOptions, stored, unread)
+    views = validated(RandomViews, ours.get("augmentation", {}), unread)
     if ours.get("mean") != [MEAN] * channels or ours.get("std") != [STD] * channels:
         raise UserError(
             f"{folder / CONFIG} has mean {ours.get('mean')} and std {ours.get('std')}: expected {MEAN} and {STD}, with "
@@ -190,7 +196,7 @@ def read_encoder(folder: Path) -> TrainedEncoder:
     path = folder / WEIGHTS
     with explained(f"{path} cannot be loaded as {architecture}"):
         network.load_state_dict(safetensors_of(read_regular_file(path)))
-    return TrainedEncoder(network, architecture, shape, data.window, data.channels, evaluation, seed)
+    return TrainedEncoder(network, architecture, shape, data.window, data.channels, evaluation, seed, views)
 
 
 def is_encoder_folder(path: Path) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..augmentations.base import Augmentation
+from ..augmentations.random_views import RandomViews
 from ..data.options import MOST_CHANNELS
 from ..data.pixels import Window
 from ..errors import UserError, explained
@@ -37,6 +39,7 @@ class TrainedEncoder:
     channels: int | None = None  # its run's data.channels
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)  # by which its run measured it
     seed: int = 0  # its run's
+    views: Augmentation = field(default_factory=RandomViews)  # its run's, by which their retrieval is measured
 
     @property
     def num_features(self) -> int:

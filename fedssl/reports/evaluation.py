@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..augmentations.base import Augmentation
-from ..augmentations.random_views import RandomViews
 from ..data.datasets import Dataset
 from ..data.options import SOURCES, DataOptions
 from ..engines.rounds import models_to_evaluate
@@ -88,14 +86,14 @@ def write_evaluation(
     exported = is_encoder_folder(path)
     models: Iterable[tuple[str, Model]]
     shape: Sequence[int]
-    augmentation: Augmentation = RandomViews()
     downstream: Mapping[str, Dataset] = {}
     if exported:
         if data is None:
             example = "--data name=npz,path=mine.npz"
             raise UserError(f"{path} is an exported encoder, which names no data: give --data, such as {example}")
         encoder = read_encoder(path)
-        options, seed, shape = encoder.evaluation, encoder.seed, encoder.image_shape
+        options, seed, augmentation = encoder.evaluation, encoder.seed, encoder.views
+        shape = encoder.image_shape
         data = data.model_copy(update={"window": data.window or encoder.window})
         models = [("encoder", Model({"encoder": encoder.network}).to(device_named("auto")))]
     else:
@@ -134,7 +132,7 @@ def write_evaluation(
         measures: dict[str, float] = {}
         if len(dataset.measured_images):
             measures, _ = evaluate_model(model, dataset, options, seed, linear=True, fine_tune=True, **more)
-        results[who] = measures | evaluate_downstream(model, downstream, options, seed, after=True)
+        results[who] = measures | evaluate_downstream(model, downstream, options, seed, augmentation, True)
     names = list(next(iter(results.values())))
     if len(results) > 1:
         results["mean"] = {n: sum(r[n] for r in results.values()) / len(results) for n in names}

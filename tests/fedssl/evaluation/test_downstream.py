@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedssl.augmentations.random_views import RandomViews
 from fedssl.data.options import DataOptions
 from fedssl.engines import in_process
 from fedssl.errors import UserError
@@ -30,6 +31,9 @@ from fedssl.run_folder.record import read_run
 from tests.fedssl.conftest import AVERAGED, tiny_values
 from tests.fedssl.data.data_files import random_pixels, save
 
+#: images as they are
+NO_VIEWS = {"crop_scale": (1, 1), "crop_ratio": (1, 1), "flip": 0, "jitter_probability": 0, "grayscale": 0, "blur": 0}
+
 
 @pytest.fixture(scope="module")
 def other_data(tmp_path_factory):
@@ -49,7 +53,8 @@ def finished_run(noisy, finished, tmp_path_factory):
     """A finished run on noise of 8x8 grey pixels, and its exported encoder."""
     path = tmp_path_factory.mktemp("runs") / "run"
     evaluation = {"neighbors": 5, "linear": {"epochs": 2}, "semi_supervised_protocol": {"epochs": 2}}
-    shutil.copytree(finished(noisy(rounds=1, **AVERAGED, seed=3, evaluation=evaluation)), path)
+    recipe = noisy(rounds=1, **AVERAGED, seed=3, evaluation=evaluation, augmentation=NO_VIEWS)
+    shutil.copytree(finished(recipe), path)
     return path, export_encoder(path, path.with_name("encoder"))
 
 
@@ -72,6 +77,7 @@ def test_a_run_and_its_export_on_other_data(finished_run, other_data):
     of_export = rows(write_evaluation(encoder, [0.5], data=data))["encoder"]  # by the run's options and seed
     assert of_export.items() >= {item for item in measures.items() if not item[0].startswith("fine_tune")}
     assert not (path / "evaluation.csv").exists()
+    assert of_export["view_retrieval"] == 100.0  # by the run's augmentation
 
 
 def test_data_of_one_name_share_a_table_that_tells_them_apart(finished_run, other_data, tmp_path, fedssl):
@@ -226,7 +232,7 @@ def test_no_accuracy_is_measured_where_all_images_of_a_split_are_of_one_class(me
 
 def test_other_data_have_other_classes_and_self_supervised_models_no_classifier(measured, tiny):
     _, model, dataset = measured
-    measures = evaluate_downstream(model, {"other": dataset}, EvaluationOptions(neighbors=5), 0, after=False)
+    measures = evaluate_downstream(model, {"other": dataset}, EvaluationOptions(neighbors=5), 0, RandomViews(), False)
     assert "downstream_other_knn" in measures
     assert not any("classifier" in name for name in measures)
     byol = build_federation(tiny(**AVERAGED)).new_model(None)
