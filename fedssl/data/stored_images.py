@@ -3,6 +3,7 @@
 With their labels they are splits: the training, test and validation images that every kind of data is read into.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -323,8 +324,16 @@ def _read_cache(
 
 @contextmanager
 def _new_file(path: Path, size: int) -> Iterator[IO[bytes]]:
-    """Open a temporary file of at most `size` bytes, which becomes `path` if nothing fails and else is removed."""
+    """Open a temporary file of at most `size` bytes, which becomes `path` if nothing fails and else is removed.
+
+    Its process locks it. Those that nobody locks are left from processes that were killed, and are removed.
+    """
     make_folder(path.parent)
+    for old in path.parent.glob("*.partial"):
+        with suppress(OSError), open(old, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size:  # an empty one may be about to be locked
+                old.unlink()
     free = shutil.disk_usage(path.parent).free
     if size > free:
         raise UserError(
@@ -336,6 +345,8 @@ def _new_file(path: Path, size: int) -> Iterator[IO[bytes]]:
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
             temporary = Path(file.name)
             stack.callback(temporary.unlink, missing_ok=True)
+            with suppress(OSError):  # of file systems without locks, where none is removed
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             os.fsync(file.fileno())

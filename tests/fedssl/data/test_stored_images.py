@@ -1,5 +1,6 @@
 """Images in a file are what they are in memory, are decoded once, and no half-written cache is ever read."""
 
+import fcntl
 import gc
 import os
 from pathlib import Path
@@ -112,18 +113,23 @@ def test_a_cache_that_is_not_whole_is_not_read(folder):
     wanted = load_dataset(options, 0).train_images[:]
     (pixels,), (description,) = (list(decoded(folder).glob(f"*.{suffix}")) for suffix in ("images", "json"))
     whole = pixels.read_bytes()
-    description.with_name(f"{description.name}.partial").touch()  # another process writes it
-    for damage in (
-        lambda: pixels.write_bytes(pixels.read_bytes()[:-1]),
-        lambda: description.write_text("{"),
-        lambda: description.write_text("[]"),
-        pixels.unlink,
-        description.unlink,
-    ):
-        damage()
-        assert load_dataset(options, 0).train_images[:].equal(wanted)
-        assert pixels.read_bytes() == whole
-    assert len(list(pixels.parent.iterdir())) == 3
+    left, written = (pixels.with_name(f"{name}.partial") for name in ("left", "written"))
+    left.write_bytes(b"by a process that was killed")
+    with open(written, "wb") as of_another_process:
+        fcntl.flock(of_another_process, fcntl.LOCK_EX)
+        of_another_process.write(b"half")
+        of_another_process.flush()
+        for damage in (
+            lambda: pixels.write_bytes(pixels.read_bytes()[:-1]),
+            lambda: description.write_text("{"),
+            lambda: description.write_text("[]"),
+            pixels.unlink,
+            description.unlink,
+        ):
+            damage()
+            assert load_dataset(options, 0).train_images[:].equal(wanted)
+            assert pixels.read_bytes() == whole
+    assert set(pixels.parent.iterdir()) == {pixels, description, written}
 
 
 def test_a_run_survives_the_end_of_its_cache(folder, tmp_path):
