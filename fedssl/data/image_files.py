@@ -22,7 +22,7 @@ from .tiff_files import read_tiff
 
 # What Pillow may take a file for, whatever its name ends with. Its other formats include some that start programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM")
-_16_BITS = (0.0, 65535.0)
+_16_BITS = 65535.0
 _ORIENTATION = 274  # EXIF's
 
 
@@ -139,19 +139,22 @@ def _named_as_broken(file: Path) -> Iterator[None]:
 def _kind(image: Image.Image) -> ImageKind:
     # Phones store a second picture for screens of high contrast in what is then a JPEG of two frames, an MPO.
     frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    if _is_deep_gray(image):
-        return ImageKind(image.size, 1, True, None if image.mode == "F" else _16_BITS, frames)
     # what Pillow's decoders are told of the values in the file
     told = [tile.args for tile in getattr(image, "tile", [])]
     told = [one for arguments in told for one in (arguments if isinstance(arguments, tuple) else (arguments,))]
+    most = max((one for one in told if isinstance(one, int)), default=0) if image.format == "PPM" else 0
+    type_range = (0.0, most or _16_BITS)
+    if _is_deep_gray(image):
+        return ImageKind(image.size, 1, True, None if image.mode == "F" else type_range, frames)
     gray = image.mode in ("1", "L", "LA") or "LA;16B" in told  # which Pillow gives as RGBA
     # colours that are stored with more than the 8 bits a channel that Pillow gives; BGR;16 is 16 bits a pixel
     deep = any(isinstance(one, str) and ";16" in one and one != "BGR;16" for one in told)
-    deep |= image.format == "PPM" and any(isinstance(one, int) and one > 255 for one in told)
+    deep |= most > 255
     channels = 1 if gray else 3
     if deep and image.format != "PNG":
         raise BrokenImageError(f"colours of 16 bits in a {image.format}, which are not read; store them as PNG or TIFF")
-    return ImageKind(image.size, channels, deep, _16_BITS if deep else None, frames, alpha=image.has_transparency_data)
+    alpha = image.has_transparency_data
+    return ImageKind(image.size, channels, deep, type_range if deep else None, frames, alpha=alpha)
 
 
 def _is_deep_gray(image: Image.Image) -> bool:
@@ -166,6 +169,8 @@ def _values(file: Path, image: Image.Image, kind: ImageKind) -> NDArray[Any]:
         values = png_decode(file.read_bytes())[:, :, : kind.channels]
     else:
         values = np.asarray(image if kind.deep else image.convert("L" if kind.channels == 1 else "RGB"))
+    if image.format == "PPM" and kind.type_range:  # Pillow has brought its largest value, such as 4095, to 65535
+        values = np.rint(values * (kind.type_range[1] / _16_BITS)).astype(values.dtype)
     return upright(np.atleast_3d(values), _orientation(image))
 
 

@@ -49,7 +49,7 @@ from .pixels import (
     windows_to_set,
 )
 
-_CACHE_VERSION = 5  # to be raised when a file's pixels come to mean something else
+_CACHE_VERSION = 6  # to be raised when a file's pixels come to mean something else
 _SHARE_OF_MEMORY = 0.25  # a holdout and the deal to the clients each copy the images
 _FILES_FOR_RANGE, _FILES_FOR_WINDOW = 20, 100
 _MOST_NAMED = 5

@@ -114,6 +114,18 @@ def test_a_bitmap_of_16_bits_a_pixel_has_no_deep_colours(tmp_path):
     assert image[:, 5, [2, 13]].T.tolist() == [[255, 0, 0], [0, 0, 255]]
 
 
+@pytest.mark.parametrize("most", [1000, 4095, 65535])
+@pytest.mark.parametrize("plain", [False, True])
+def test_deep_gray_of_a_pixmap_has_the_values_of_the_file(tmp_path, most, plain):
+    values = ramp(0, most, ">u2")
+    content = " ".join(map(str, values.ravel())).encode() if plain else values.tobytes()
+    (tmp_path / "a.pgm").write_bytes(f"P{2 if plain else 5} 16 16 {most}\n".encode() + content)
+    assert np.array_equal(stored_values(tmp_path / "a.pgm")[:, 0], values.ravel())
+    wanted = np.rint(values / most * 255)
+    for window in ("full", (0, most)):
+        assert np.array_equal(read_pixels(tmp_path / "a.pgm", 16, 16, 1, window)[0], wanted)
+
+
 def bomb_png(side: int = 30_000) -> bytes:
     """A few bytes that announce 900 million pixels."""
     content = encoded(Image.new("L", (1, 1)), "PNG")
