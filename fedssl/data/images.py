@@ -221,8 +221,9 @@ def _read_table(path: Path, root: Path, options: DataOptions) -> dict[str, dict[
                 f"{shown}: line {number} has {len(line)} values, but the header has {len(columns)}; correct that line"
             )
         row = dict(zip(columns, line, strict=True))
-        if label_column is not None and row[label_column] == "":
-            raise UserError(f"{shown}: line {number} has no {printable(label_column)}; fill it in, or remove the line")
+        for column in (file_column, label_column):
+            if column is not None and row[column] == "":
+                raise UserError(f"{shown}: line {number} has no {printable(column)}; fill it in, or remove the line")
         name = _name_in_table(root, row[file_column])
         again += [name] * (name in table)
         table[name] = row

@@ -346,6 +346,7 @@ def test_files_and_table_that_do_not_agree(tmp_path, caplog):
         ("file,class\na.png,1\n", r"but not label; set data\.label_column, or to null where the table has no labels"),
         ("file,label\n\n\n a.png\n", r"line 4 has 1 values, but the header has 2"),
         ('file,note,label\na.png,"two\nlines",1\n\nb.png,"x\n\ny", \n', r"line 7 has no label"),
+        ("file,label\na.png,1\n,2\n", r"line 3 has no file; fill it in, or remove the line"),
         ("file;label;site\na.png;1\n", r"line 2 has 2 values, but the header has 3"),
         ("datei;label\na.png;1\n", r"has the columns datei;label, but not file"),
         ("file,label,label\na.png,1,1\n", r"several columns named label"),
