@@ -179,6 +179,8 @@ class DataOptions(Options):
             raise ValueError(f"channels is for npz, images and folder, not for name={self.name}; leave it out")
         if self.labels is not None and self.name != "images":
             raise ValueError(f"labels is for name=images, not for name={self.name}; leave it out")
+        if self.test_fraction != 0.2 and self.labels is None:
+            raise ValueError("test_fraction is for name=images with labels; leave it out, or give labels")
         if not isinstance(self.labels, Path) and (self.file_column, self.label_column or "label") != ("file", "label"):
             raise ValueError("file_column and label_column name columns of a table: set labels to a CSV file")
         if isinstance(self.window, tuple):

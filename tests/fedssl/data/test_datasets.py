@@ -163,6 +163,7 @@ def test_torchvision_sets_that_are_missing_or_cannot_be_downloaded(tmp_path, mon
         (DataOptions, {"path": "a.npz"}, "path is given but name=digits"),
         (DataOptions, {"public_path": "p.npz", "public_holdout": 5}, "two sources of public images"),
         (DataOptions, {"labels": "folders"}, "labels is for name=images, not for name=digits"),
+        (DataOptions, {"name": "npz", "path": "a.npz", "test_fraction": 0.5}, "test_fraction is for name=images with"),
         (DataOptions, {"name": "images", "path": ".", "label_column": "a"}, "columns of a table: set labels to a CSV"),
         *((DataOptions, {"window": each}, "window") for each in ((3, 3), (9, 1), (1,), "wide", (0, float("nan")))),
         (PartitionOptions, {"name": "iid", "classes_per_client": 2}, "classes_per_client is for name=disjoint_classes"),
