@@ -27,7 +27,8 @@ class DataSummary:
     """A data set's training images.
 
     Attributes:
-        images: how many there are after data.public_holdout and train_limit; 0 where that is unknown.
+        images: how many there are after data.public_holdout and train_limit; 0 where that is unknown. Those of
+            data.validation_fraction count, so that a sweep's trials have the settings of the runs that follow them.
         channels: 1 where all are grey, 3 in colour, or another number.
         side: their shorter side in pixels; of image files, the side to which they are brought.
         labelled: whether each has a class.
