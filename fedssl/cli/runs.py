@@ -297,7 +297,8 @@ def run_table(
     if dry:
         from ..tables.dry_run import dry_run
 
-        dry_run(trials_of(loaded, trust) if loaded.sweep else loaded, overrides or (), note=print_text)
+        changes = overrides or ()
+        dry_run(trials_of(loaded, trust, changes) if loaded.sweep else loaded, changes, note=print_text)
         folder = ["--output", str(output)] if output else []
         command = "sweep" if loaded.sweep else "run-table"
         print_next(command, table, *folder, overrides=overrides, trust=trust)

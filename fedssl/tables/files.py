@@ -43,8 +43,9 @@ def write_results(table: Table, results: Sequence[Results], output: Path) -> Non
     write_atomically(output / "summary.csv", summary.encode())
     for scenario in results:
         if scenario.finished:
-            label, seeds = next(iter(scenario.finished.items()))
-            figure = draw_picture(table, scenario, read_run(cell_path(output, label, seeds[0], scenario.label)).recipe)
+            label = next(row for row in (reference_row(table), *scenario.finished) if row in scenario.finished)
+            run = cell_path(output, label, scenario.finished[label][0], scenario.label)
+            figure = draw_picture(table, scenario, read_run(run).recipe)
             write_atomically(output / scenario.picture, png_bytes(figure))
 
 
@@ -170,7 +171,7 @@ def draw_picture(table: Table, results: Results, recipe: Mapping[str, Any]) -> F
     clients, rounds, data = int(recipe["partition"]["clients"]), recipe["rounds"], recipe["data"]
     name = Path(data["path"]).stem if data["name"] in ("npz", "images", "folder") else data["name"]
     subtitle = f"{results.label}: " if results.label else ""
-    subtitle += f"{name}, {clients} client{'s' * (clients > 1)}, {rounds} rounds, {seeds}"
+    subtitle += f"{name}, {clients} client{'s' * (clients > 1)}, {rounds} round{'s' * (rounds > 1)}, {seeds}"
     # the description's first sentence; "et al. 2024" does not end it
     title = re.split(r"\.\s(?=[A-Z])", " ".join(table.description.split()))[0] or table.name
     return draw_table_picture(title, subtitle, panels, untrained, verdict(table, results))

@@ -23,14 +23,23 @@ from .runner import ALL, CellsFailed, Part, run_table, table_cells
 from .table import Sweep, Table, check_table
 
 
-def trials_of(table: Table, trust: bool = False) -> Table:
+def trials_of(table: Table, trust: bool = False, overrides: Sequence[str] = ()) -> Table:
     """Return the table of a sweep's trials, number by number, so that a stopped sweep has as many of each row.
 
     Raises:
-        UserError: without `trust`, if a trial names code to run; or the rows' grids have not `trials` points.
+        UserError: without `trust`, if a trial names code to run; the rows' grids have not `trials` points; or one of
+            `overrides` sets what is drawn.
     """
     assert table.sweep is not None
     sweep = table.sweep
+    swept = {f"{key}." for ranges in (sweep.ranges, *sweep.own_ranges.values()) for key in ranges}
+    for override in overrides:
+        key = override.partition("=")[0] + "."
+        if found := [one for one in swept if one.startswith(key) or key.startswith(one)]:
+            raise UserError(
+                f"{override!r} would replace what the sweep draws of {found[0][:-1]}: leave it out, or change the "
+                "table's ranges"
+            )
     data = table.settings.get("data", {})  # may set another fraction, or be what `cell_recipe` refuses
     measured = {"data": {"validation_fraction": 0.2} | data} if isinstance(data, dict) else {}
     rows = []
@@ -75,7 +84,7 @@ def run_sweep(
     if table.sweep is None:
         run_table(table, output, overrides, jobs, note, part)
         return
-    trials = trials_of(table, trust)
+    trials = trials_of(table, trust, overrides)
     recipes, metric = [cell.recipe for cell in table_cells(trials, output, overrides)], table.sweep.metric
     if not all(recipe.data.validation_fraction for recipe in recipes):
         raise UserError(

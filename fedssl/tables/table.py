@@ -220,15 +220,15 @@ def cell_recipe(
     Raises:
         UserError: see `load_recipe`; the message names the row.
     """
-    for override in overrides:
-        key = override.partition("=")[0]
+    all_settings = (table.settings, scenario.settings if scenario else {}, row.settings)
+    for key in [override.partition("=")[0] for override in overrides] + [key for one in all_settings for key in one]:
         if key in ("seed", "name"):
-            raise UserError(f"{override!r}: a table sets {key} itself; change it in the table's file")
+            raise UserError(f"a table sets {key} itself, from its seeds and labels: leave {key} out of settings")
     if "partition" in row.settings:
         overrides = [one for one in overrides if re.match(r"partition\b", one) is None]
     try:
         values = read_values(row.recipe)
-        for settings in (table.settings, scenario.settings if scenario else {}, row.settings):
+        for settings in all_settings:
             values = _merge(values, settings)
         values.setdefault("checkpoints", 1)  # a table has many runs, and continues each from its last round
         if isinstance(evaluation := values.get("evaluation", {}), dict):

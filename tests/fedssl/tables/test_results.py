@@ -4,6 +4,7 @@ import csv
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from scipy import stats
 
 from fedssl.tables.files import format_table, markdown_table, write_results
@@ -202,6 +203,16 @@ def test_a_metric_of_an_architecture_is_the_mean_over_its_clients(tiny, tmp_path
     assert "| row | linear accuracy (%) | " in (tmp_path / "table.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="unknown metric"):
         make_table(metrics=["memory@resnet18"])
+
+
+def test_the_picture_tells_the_clients_of_the_method(tiny, tmp_path, monkeypatch):
+    table = make_table(seeds=[0], rows=[ROWS[1], ROWS[0]], controls=[])
+    write_run(cell_path(tmp_path, "alone", 0), tiny(partition={"clients": 1}, rounds=1), evaluated(1, "knn", [50.0]))
+    write_run(cell_path(tmp_path, "ours", 0), tiny(rounds=1), evaluated(1, "knn", [50.0]))
+    figures = []
+    monkeypatch.setattr("fedssl.tables.files.png_bytes", lambda figure: figures.append(figure) or b"")
+    write_results(table, [read_results(table, tmp_path)], tmp_path)
+    assert "digits, 3 clients, 1 round, seed 0" in [text.get_text() for text in figures[0].findobj(Text)]
 
 
 def test_the_worst_client_is_the_lowest_value_the_highest_loss_or_the_global_models(tiny, tmp_path):

@@ -73,6 +73,9 @@ def test_the_best_value_wins_and_of_equal_ones_the_first(tmp_path, monkeypatch):
     values |= {(f"other {number}", "knn"): {0: 50.0} for number in range(3)}
     monkeypatch.setattr("fedssl.tables.sweep.read_results", lambda *given: Results(after=values))
     run_sweep(table, tmp_path, [], 1, lambda text: None)
+    for override in ("training.learning_rate=0.5", "training={batch_size: 6}"):
+        with pytest.raises(UserError, match=r"would replace what the sweep draws of training\.learning_rate"):
+            run_sweep(table, tmp_path, [override], 1, lambda text: None)
     with pytest.raises(UserError, match=r"leave data\.validation_fraction=0 out"):
         run_sweep(table, tmp_path, ["data.validation_fraction=0"], 1, lambda text: None)
     assert [row.settings["training"]["learning_rate"] for row in ran[-1].rows] == [RATES[2], RATES[0]]
@@ -113,6 +116,7 @@ def test_what_is_drawn_depends_on_seed_row_and_number_alone(tmp_path):
         ({}, {"settings": {"data": None}}, "data"),
         ({"own_ranges": {"third": {}}}, {}, "own_ranges names 'third', but the rows' labels are one, other"),
         ({"ranges": {"rounds": []}}, {}, "sweep.ranges.rounds"),
+        ({"ranges": {"seed": [3, 4]}}, {}, "a table sets seed itself"),
         ({"ranges": {"objective.name": ["./mine.py"]}}, {}, "names the part .*/mine.py, whose code would be run"),
         ({"ranges": {"objective": [{"name": "./mine.py"}]}}, {}, "names the part .*/mine.py, whose code would be run"),
     ],

@@ -112,6 +112,8 @@ def test_settings_are_merged_and_lists_and_parts_replaced(cell):
     row = {"training": {"batch_size": 6}, "architectures": ["small_convnet_wide"], "objective": {"name": "simsiam"}}
     settings = {"training": {"batch_size": 4, "learning_rate": 0.5}, "rounds": 9}
     [recipe] = cell(row, ["rounds=1", "regularizers.0.weight=0.25"], settings=settings)
+    with pytest.raises(UserError, match="a table sets seed itself"):
+        cell(row, settings=settings | {"seed": 7})
     training = recipe.training
     assert (training.batch_size, training.learning_rate, training.local_epochs) == (6, 0.5, 1)
     assert recipe.architectures == ["small_convnet_wide"]
