@@ -106,7 +106,10 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
         unlike_measures=len(set(map(_measured_images, runs))) > 1,
         metrics=metrics,
         titles=list(map(metric_title, metrics)),
-        results=_results(methods, metrics),
+        results=[
+            (name, sum(run.finished for run in runs), *(_before_and_after(runs, metric) for metric in metrics))
+            for name, runs in methods.items()
+        ],
         results_chart=_results_chart(methods, metrics, styles),
         verdicts=[(run.name, sentence) for run in finished for sentence in verdict(run)],
         curves=_curve_charts(methods, styles) + _spending_charts(methods, styles),
@@ -121,12 +124,11 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
         settings=_settings(first),
         history=_history(runs),
         folders=[(run.name, run.seed, printable(run.path)) for run in runs],
-        recipes=[(f"{run.name}, seed {run.seed}", _as_yaml(run.recipe)) for run in first],
+        recipes=[
+            (f"{run.name}, seed {run.seed}", yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True, width=100))
+            for run in first
+        ],
     )
-
-
-def _as_yaml(recipe: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _runs(methods: Methods) -> Rows:
@@ -196,14 +198,6 @@ def _values(runs: Sequence[Run], metric: str, when: Literal["before", "after"], 
 def _before_and_after(runs: Sequence[Run], metric: str, who: str | None = None) -> str:
     before, after = _values(runs, metric, "before", who), _values(runs, metric, "after", who)
     return f"{format_values(metric, before)} → {format_values(metric, after)}"
-
-
-def _results(methods: Methods, metrics: Sequence[str]) -> Rows:
-    """Return each method's metrics before and after training."""
-    return [
-        (name, sum(run.finished for run in runs), *(_before_and_after(runs, metric) for metric in metrics))
-        for name, runs in methods.items()
-    ]
 
 
 def _results_chart(methods: Methods, metrics: Sequence[str], styles: Styles) -> PageFigure | None:
