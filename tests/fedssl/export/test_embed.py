@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
-from fedssl.export.embed import embed_images, in_channels
+from fedssl.export.embed import embed_images
 from fedssl.export.encoder_folder import export_encoder, read_encoder
 from fedssl.export.trained_encoder import TrainedEncoder
 from fedssl.models.encoders import PatchFeatures
@@ -135,13 +135,6 @@ def test_deep_pixels_are_read_through_the_window_that_is_given(exported, embedde
         embedded(tmp_path / "deep")
     features, *_ = embedded(tmp_path / "deep", window=(0, 65535))
     torch.testing.assert_close(features, features_of_run(run, federation, pixels), rtol=0, atol=1e-5)
-
-
-def test_grey_is_repeated_and_colour_becomes_its_luma():
-    colours = torch.tensor([[255, 0, 0], [0, 255, 0], [9, 9, 9]], dtype=torch.uint8)[:, :, None, None]
-    assert in_channels(colours, 1).flatten().tolist() == pytest.approx([76, 150, 9], abs=1)
-    assert torch.equal(in_channels(colours[:, :1], 3), colours[:, :1].expand(-1, 3, -1, -1))
-    assert in_channels(colours, 3) is colours
 
 
 @pytest.mark.parametrize(
