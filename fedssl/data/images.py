@@ -109,7 +109,7 @@ def _of_several_folders(options: DataOptions) -> tuple[list[_ImageFile], list[_I
     """Return the training files of all folders, each with its folder, as it was given, in the column `folder`."""
     assert options.path is not None
     files: list[_ImageFile] = []
-    places = Counter[Path]()
+    places = Counter[str]()
     for path in (options.path, *options.more_paths):
         folder = expand_home(path)
         train, test = _listed_splits(folder, "data.more_paths" if files else "data.path", options)
@@ -118,8 +118,8 @@ def _of_several_folders(options: DataOptions) -> tuple[list[_ImageFile], list[_I
                 f"{printable(folder)} holds train/ and test/, which data.more_paths cannot join: name folders in them"
             )
         files += [replace(file, columns={"folder": composed(str(path))}) for file in train]
-        places.update({file.path.resolve() for file in train})  # a link within a folder repeats none
-    repeated = [str(path) for path, count in places.items() if count > 1]
+        places.update({os.path.realpath(file.path) for file in train})  # a link within a folder repeats none
+    repeated = [path for path, count in places.items() if count > 1]
     if repeated:
         raise UserError(
             f"two of data.path and data.more_paths hold the same files: {listed(repeated, 3)}; name each once"
@@ -297,10 +297,10 @@ def _name_in_table(root: Path, name: str) -> str:
     if "\\" in name and not os.path.exists(root / name):
         name = name.replace("\\", "/")
     if os.path.isabs(name) and "\0" not in name:
-        file, folder = Path(name), root
+        file = Path(name)
         if not file.is_relative_to(root):  # the table names the folder by another path
-            file, folder = file.parent.resolve() / file.name, root.resolve()
-        name = os.path.relpath(file, folder)
+            file, root = Path(os.path.realpath(file.parent), file.name), Path(os.path.realpath(root))
+        name = os.path.relpath(file, root)
     return composed(os.path.normpath(name))
 
 

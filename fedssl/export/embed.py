@@ -1,6 +1,7 @@
 """The representations of a folder of images or of an .npz file, computed by an exported encoder."""
 
 import io
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def embed_images(
     if patches and output.suffix == ".csv":
         raise UserError(f"{output}: a row of a table cannot hold the features of each patch: name a .npz file")
     sources = [images] if isinstance(images, Path) else list(images)
-    if len({source.resolve() for source in sources}) < len(sources):
+    if len({*map(os.path.realpath, sources)}) < len(sources):
         raise UserError(f"{', '.join(map(str, sources))}: one of these is given twice; name each once")
     if not is_encoder_folder(folder) and (folder / "recipe.yaml").is_file():
         raise UserError(f"{folder} is a run's folder: export its encoder first: fedssl export {quoted(folder)} FOLDER")
@@ -168,19 +169,23 @@ def _from_files(
                     images.append(read_pixels(file, height, width, channels, window, asked_for))
                     names.append(printable(file.relative_to(folder).as_posix()))
                 except BrokenImageError as error:
-                    unreadable.append(f"{printable(file)} ({error})")
+                    unreadable.append(f"{printable(file)} ({_with_option(str(error))})")
         pixels = torch.from_numpy(np.stack(images)) if images else torch.empty(0, *shape, dtype=torch.uint8)
         yield names, pixels, unreadable
 
 
 @contextmanager
 def _as_options() -> Iterator[None]:
-    """Name the option of `fedssl embed` in place of that of a run."""
     try:
         yield
     except UserError as error:
-        told = str(error).partition(", or data.window=percentiles")[0]  # which come from all training images
-        raise UserError(told.replace("data.window=", "--window ").replace("data.window", "--window")) from error
+        raise UserError(_with_option(str(error))) from error
+
+
+def _with_option(message: str) -> str:
+    """Name the option of `fedssl embed` in place of that of a run."""
+    told = message.partition(", or data.window=percentiles")[0]  # which come from all training images
+    return told.replace("data.window=", "--window ").replace("data.window", "--window")
 
 
 def _from_arrays(arrays: dict[str, Tensor], shape: tuple[int, int, int]) -> Iterator[ImageBatch]:

@@ -131,8 +131,12 @@ def test_deep_pixels_are_read_through_the_window_that_is_given(exported, embedde
     pixels = federation.dataset.test_images[:2]
     for number, image in enumerate(pixels):
         save_array(tmp_path / "deep" / f"{number}.png", image[0].numpy().astype("u2") * 257)
-    with pytest.raises(UserError, match=r"0\.png has pixels of more than 8 bits, .*: give --window LOW,HIGH"):
-        embedded(tmp_path / "deep")
+    for window, says in (
+        (None, r"0\.png has pixels of more than 8 bits, .*: give --window LOW,HIGH"),
+        ("file", r"0\.png \(these pixels have no window of their own; set --window \[LOW,HIGH\]\)"),
+    ):
+        with pytest.raises(UserError, match=says):
+            embedded(tmp_path / "deep", window=window)
     features, *_ = embedded(tmp_path / "deep", window=(0, 65535))
     torch.testing.assert_close(features, features_of_run(run, federation, pixels), rtol=0, atol=1e-5)
 
@@ -204,9 +208,11 @@ def test_broken_files_are_all_named_and_refused_or_left_out(embedded, tmp_path):
 def test_what_cannot_be_embedded_is_said(exported, tmp_path):
     encoder, run, _ = exported
     (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     np.savez(tmp_path / "deep.npz", x=np.full((2, 8, 8), 4095, np.uint16))
     for folder, images, says in (
         (encoder, "empty", "holds no image"),
+        (encoder, "loop", "loop cannot be opened: Too many levels of symbolic links"),
         (encoder, "nothing", "there is no folder or file"),
         (encoder, "deep.npz", r"set --window \[4095,4095\] or .*--window full .*--window per_image$"),
         (run, "empty", "is a run's folder: export its encoder first"),
