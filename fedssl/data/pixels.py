@@ -258,8 +258,9 @@ def require_pixels(name: str, array: NDArray[Any], window: Window | None = "perc
 def windows_to_set(low: float, high: float, integers: bool) -> str:
     """Name the windows that pixels from `low` to `high` can have."""
     full = ", or data.window=full (the range of the type)" if integers else ""
+    pair = f"[{low:g},{high:g}] or another" if low < high else "[LOW,HIGH], the"
     return (
-        f"data.window=[{low:g},{high:g}] or another range that becomes 0 to 255{full}, or data.window=per_image, or "
+        f"data.window={pair} range that becomes 0 to 255{full}, or data.window=per_image, or "
         "data.window=percentiles (of each channel, 1 to 99 %)"
     )
 

@@ -362,10 +362,10 @@ def report_broken(files: Sequence[Path], faults: dict[int, str], broken: Literal
     if len(reasons) > 1:
         named = listed([f"{file} ({reason})" for file, reason in reasons], _MOST_NAMED)
         which = f"{len(faults)} of {len(files)} files cannot be read as images: {named}"
+    if len(faults) == len(files):
+        raise UserError(f"{which}; no image is left: mend what the brackets name, or set data.path to another folder")
     if broken == "refuse":
         raise UserError(f"{which}; repair or remove {'it' if len(faults) == 1 else 'them'}, or set data.broken=skip")
-    if len(faults) == len(files):
-        raise UserError(f"{which}; no image is left, so set data.path to another folder")
     notify(f"{which}; skipped")
 
 

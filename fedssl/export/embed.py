@@ -100,12 +100,12 @@ def embed_images(
                 features.append(extract_outputs(network, pixels))
             progress(len(names) + len(unreadable), total)
     summary = f"{len(unreadable)} of {total} files cannot be read: {listed(unreadable, most=5)}"
-    if unreadable and not skip_broken:
-        raise UserError(f"{summary}; repair or remove them, or leave them out with --skip-broken")
     if not names:
         raise UserError(
             f"none of the {total} files in {listed([*map(str, sources)])} can be read as an image: {unreadable[0]}"
         )
+    if unreadable and not skip_broken:
+        raise UserError(f"{summary}; repair or remove them, or leave them out with --skip-broken")
     array = torch.cat(features)
     if not torch.isfinite(array).all():
         problem = "gives NaN or infinite values for these images; was its training stable?"

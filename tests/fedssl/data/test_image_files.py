@@ -170,7 +170,7 @@ def test_a_split_without_a_readable_file_is_refused(tmp_path):
         load_dataset(DataOptions(name="folder", path=tmp_path, broken="skip"), 0)
     (tmp_path / "train" / "a" / "0.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"2 of 2 files .* no image is left"):
-        load_dataset(DataOptions(name="folder", path=tmp_path, broken="skip"), 0)
+        load_dataset(DataOptions(name="folder", path=tmp_path), 0)
 
 
 def test_several_images_in_one_file_are_told(tmp_path, caplog):

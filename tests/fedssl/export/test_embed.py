@@ -133,7 +133,7 @@ def test_deep_pixels_are_read_through_the_window_that_is_given(exported, embedde
         save_array(tmp_path / "deep" / f"{number}.png", image[0].numpy().astype("u2") * 257)
     for window, says in (
         (None, r"0\.png has pixels of more than 8 bits, .*: give --window LOW,HIGH"),
-        ("file", r"0\.png \(these pixels have no window of their own; set --window \[LOW,HIGH\]\)"),
+        ("file", r"none of the 2 files .*0\.png \(these pixels have no window .*; set --window \[LOW,HIGH\]\)"),
     ):
         with pytest.raises(UserError, match=says):
             embedded(tmp_path / "deep", window=window)
@@ -202,7 +202,7 @@ def test_broken_files_are_all_named_and_refused_or_left_out(embedded, tmp_path):
     for name in files:
         (folder / name).unlink()
     with pytest.raises(UserError, match="none of the 2 files"):
-        embedded(folder, skip_broken=True)
+        embedded(folder)
 
 
 def test_what_cannot_be_embedded_is_said(exported, tmp_path):
@@ -214,7 +214,7 @@ def test_what_cannot_be_embedded_is_said(exported, tmp_path):
         (encoder, "empty", "holds no image"),
         (encoder, "loop", "loop cannot be opened: Too many levels of symbolic links"),
         (encoder, "nothing", "there is no folder or file"),
-        (encoder, "deep.npz", r"set --window \[4095,4095\] or .*--window full .*--window per_image$"),
+        (encoder, "deep.npz", r"set --window \[LOW,HIGH\], the range .*--window full .*--window per_image$"),
         (run, "empty", "is a run's folder: export its encoder first"),
     ):
         with pytest.raises(UserError, match=says):
