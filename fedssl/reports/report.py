@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +96,7 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
     runs, first = list(chain(*methods.values())), [runs[0] for runs in methods.values()]
     finished = [run for runs in methods.values() for run in [run for run in runs if run.finished][:1]]
     metrics, styles = _evaluated_metrics(runs), method_styles(list(methods))
+    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=100)
     return fill_template(
         "fedssl.reports",
         "report.html",
@@ -121,12 +123,8 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
         settings=_settings(first),
         history=_history(runs),
         folders=[(run.name, run.seed, printable(run.path)) for run in runs],
-        recipes=[(f"{run.name}, seed {run.seed}", _as_yaml(run.recipe)) for run in first],
+        recipes=[(f"{run.name}, seed {run.seed}", as_yaml(dict(run.recipe))) for run in first],
     )
-
-
-def _as_yaml(recipe: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _runs(methods: Methods) -> Rows:
@@ -262,9 +260,7 @@ def _spending_charts(methods: Methods, styles: Styles) -> list[PageFigure]:
 def _spectra_chart(finished: Sequence[Run]) -> PageFigure | None:
     """Return how the representations at the end of each method's first finished run fill their directions."""
     spectra = {run.name: found for run in finished if (found := read_spectra(run.path))}
-    if not spectra:
-        return None
-    return page_figure(draw_spectra(spectra), "Log share of the variance by principal axis")
+    return page_figure(draw_spectra(spectra), "Log share of the variance by principal axis") if spectra else None
 
 
 def _spent_by_round(runs: Sequence[Run], amounts: Sequence[str]) -> dict[int, float]:
