@@ -300,8 +300,7 @@ def run_table(
         changes = overrides or ()
         dry_run(trials_of(loaded, trust, changes) if loaded.sweep else loaded, changes, note=print_text)
         folder = ["--output", str(output)] if output else []
-        command = "sweep" if loaded.sweep else "run-table"
-        print_next(command, table, *folder, overrides=overrides, trust=trust)
+        print_next("sweep" if loaded.sweep else "run-table", table, *folder, overrides=overrides, trust=trust)
         return
     try:
         run_sweep(loaded, path, overrides or (), jobs, print_text, part, trust)

@@ -101,8 +101,7 @@ def describe_values(schema: dict[str, Any]) -> str:
     """Return the values that an option takes in words, from its JSON schema: `integer >= 1 or null`, `sgd or adam`."""
     if "$ref" in schema or schema.get("type") == "object":
         return "a mapping"
-    alternatives = schema.get("anyOf") or schema.get("oneOf")
-    if alternatives:
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(dict.fromkeys(describe_values(one) for one in alternatives))
     if "enum" in schema:
         *others, last = schema["enum"]

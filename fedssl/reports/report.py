@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +96,7 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
     runs, first = list(chain(*methods.values())), [runs[0] for runs in methods.values()]
     finished = [run for runs in methods.values() for run in [run for run in runs if run.finished][:1]]
     metrics, styles = _evaluated_metrics(runs), method_styles(list(methods))
+    as_yaml = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=100)
     return fill_template(
         "fedssl.reports",
         "report.html",
@@ -124,10 +126,14 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
         settings=_settings(first),
         history=_history(runs),
         folders=[(run.name, run.seed, printable(run.path)) for run in runs],
+<<<<<<< HEAD
         recipes=[
             (f"{run.name}, seed {run.seed}", yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True, width=100))
             for run in first
         ],
+=======
+        recipes=[(f"{run.name}, seed {run.seed}", as_yaml(dict(run.recipe))) for run in first],
+>>>>>>> h-recipe2
     )
 
 
@@ -256,9 +262,7 @@ def _spending_charts(methods: Methods, styles: Styles) -> list[PageFigure]:
 def _spectra_chart(finished: Sequence[Run]) -> PageFigure | None:
     """Return how the representations at the end of each method's first finished run fill their directions."""
     spectra = {run.name: found for run in finished if (found := read_spectra(run.path))}
-    if not spectra:
-        return None
-    return page_figure(draw_spectra(spectra), "Log share of the variance by principal axis")
+    return page_figure(draw_spectra(spectra), "Log share of the variance by principal axis") if spectra else None
 
 
 def _spent_by_round(runs: Sequence[Run], amounts: Sequence[str]) -> dict[int, float]:

@@ -35,7 +35,7 @@ from ..run_folder.directory import MetricRow, RunDirectory
 from ..run_folder.record import read_run
 from ..untrusted import own_parts, quoted
 from .files import Note, format_table, write_description, write_results
-from .results import JUDGED, Results, read_results, verdict
+from .results import JUDGED, read_results, verdict
 from .table import Table, cell_path, cell_recipe, encoder_path
 
 
@@ -305,15 +305,12 @@ def run_table(
     results = [read_results(table, output, scenario) for scenario in table.all_scenarios]
     if part == ALL and any(scenario.finished for scenario in results):
         write_results(table, results, output)
-        _note_results(table, [scenario for scenario in results if scenario.finished], output, note)
+        shown = [scenario for scenario in results if scenario.finished]
+        for scenario in shown:
+            parts = (scenario.label, format_table(table, scenario), verdict(table, scenario))
+            note("\n" + "\n\n".join(filter(None, parts)))
+        pictures = ", ".join(str(output / scenario.picture) for scenario in shown)
+        note(f"\npicture: {pictures}\ntable:   {output / 'table.md'}")
     if failures := progress.failures:
         listed = "; ".join(f"{cell}: {failures[cell]}" for cell in cells if cell in failures)
         raise CellsFailed(f"{len(failures)} of {len(mine)} runs failed: {listed}")
-
-
-def _note_results(table: Table, results: Sequence[Results], output: Path, note: Note) -> None:
-    for scenario in results:
-        parts = (scenario.label, format_table(table, scenario), verdict(table, scenario))
-        note("\n" + "\n\n".join(part for part in parts if part))
-    pictures = ", ".join(str(output / scenario.picture) for scenario in results)
-    note(f"\npicture: {pictures}\ntable:   {output / 'table.md'}")

@@ -27,19 +27,16 @@ def trials_of(table: Table, trust: bool = False, overrides: Sequence[str] = ()) 
     """Return the table of a sweep's trials, number by number, so that a stopped sweep has as many of each row.
 
     Raises:
-        UserError: without `trust`, if a trial names code to run; the rows' grids have not `trials` points; or one of
-            `overrides` sets what is drawn.
+        UserError: without `trust`, if a trial names code to run; the rows' grids have not `trials` points; or an
+            override sets what is drawn.
     """
     assert table.sweep is not None
     sweep = table.sweep
     swept = {f"{key}." for ranges in (sweep.ranges, *sweep.own_ranges.values()) for key in ranges}
     for override in overrides:
         key = override.partition("=")[0] + "."
-        if found := [one for one in swept if one.startswith(key) or key.startswith(one)]:
-            raise UserError(
-                f"{override!r} would replace what the sweep draws of {found[0][:-1]}: leave it out, or change the "
-                "table's ranges"
-            )
+        if any(one.startswith(key) or key.startswith(one) for one in swept):
+            raise UserError(f"{override!r} would replace what the sweep draws: leave it out, or change the ranges")
     data = table.settings.get("data", {})  # may set another fraction, or be what `cell_recipe` refuses
     measured = {"data": {"validation_fraction": 0.2} | data} if isinstance(data, dict) else {}
     rows = []

@@ -89,12 +89,10 @@ def test_run_evaluate_report_and_resume(fedssl, tmp_path):
     assert list(evaluated) == ["0", "1", "2", "mean"]
     views = {"view_retrieval", "pixel_view_retrieval", "viewed_images"}
     assert set(evaluated["0"]) == {"knn", "effective_rank", "linear", "semi_supervised_0.1"} | views
-    logged = {
-        (who, name): value for number, who, name, value in RunDirectory.open(folder).read_metrics() if number == 1
-    }
+    logged = read_run(folder).values
     for who, row in evaluated.items():
         for name in ("knn", "effective_rank", "linear"):
-            assert float(row[name]) == pytest.approx(logged[who, name], abs=0.006)
+            assert float(row[name]) == pytest.approx(logged[1, who, name], abs=0.006)
     assert fedssl("report", "runs/tiny-seed0")[0] == 0
     page = (folder / "report.html").read_text()
     sections = ("Collapse of the representations", "Images as the encoder sees them", "Who holds what")

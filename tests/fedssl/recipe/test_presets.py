@@ -106,16 +106,13 @@ def test_the_network_is_that_of_the_weights_where_they_tell_it_and_none_is_given
     (tmp_path / "encoder").mkdir()
     (tmp_path / "encoder" / "config.json").write_text('{"fedssl": {"architecture": "small_convnet_wide"}}')
     weights = f"model.weights={tmp_path / 'encoder'}"
-    assert load_recipe("fedsimclr", [weights]).architectures == ["small_convnet_wide"]
-    assert load_recipe("fedsimclr", ["model.weights=timm:efficientnet_lite0.ra_in1k"]).architectures == [
-        "efficientnet_lite0"
-    ]
-    assert load_recipe("fedsimclr", [weights, "architectures=[small_vit]"]).architectures == ["small_vit"]
+    given, timm = [weights, "architectures=[small_vit]"], ["model.weights=timm:efficientnet_lite0.ra_in1k"]
+    for words, network in (([weights], "small_convnet_wide"), (timm, "efficientnet_lite0"), (given, "small_vit")):
+        assert load_recipe("fedsimclr", words).architectures == [network]
 
 
 def test_training_from_scratch_on_own_images_names_what_to_compare_it_with(tmp_path):
-    np.savez(tmp_path / "a.npz", x_train=np.zeros((90, 32, 32, 3), np.uint8))
-    own = ["data.name=npz", f"data.path={tmp_path / 'a.npz'}"]
+    own = images(tmp_path / "a.npz", 90, (32, 32, 3), labelled=False)
     for words, told in ((own, True), ([*own, "model.weights=a.pt"], False), ([], False)):
         assert ("docs/does_federating_pay.md" in " ".join(fill_in("fedbyol", words, False)[1])) == told
 

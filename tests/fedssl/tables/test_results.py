@@ -9,6 +9,7 @@ from scipy import stats
 
 from fedssl.tables.files import format_table, markdown_table, write_results
 from fedssl.tables.results import Results, _lead, read_results, verdict
+from fedssl.tables.runner import table_cells
 from fedssl.tables.table import Table, cell_path
 from tests.fedssl.reports.synthetic_runs import ROWS, evaluated, make_table, write_run
 
@@ -144,14 +145,10 @@ def two_scenarios(tiny, tmp_path_factory):
         {"label": "cross-device", "paper": {"alone": {"knn": "60.1"}, "ours": {"knn": "62.3"}}},
     ]
     table = make_table(rows=ROWS[:2], controls=[], verdict="comparison", metrics=["knn"], scenarios=scenarios)
-    for scenario, slug in (("cross-silo (K = 3)", "cross-silo-k-3"), ("cross-device", "cross-device")):
-        for label in ("ours", "alone"):
-            for seed in (0, 1):
-                after = 50.0 + 2 * seed + 10 * (label == "ours")
-                rows = evaluated(0, "knn", [40.0]) + evaluated(2, "knn", [after])
-                if slug == "cross-device" and label == "alone":
-                    rows = rows[:2]
-                write_run(folder / label / slug / f"seed-{seed}", tiny(name=f"{label} ({scenario})", seed=seed), rows)
+    for cell in table_cells(table, folder):
+        after = 50.0 + 2 * cell.seed + 10 * cell.label.startswith("ours")
+        last = evaluated(2, "knn", [after]) if cell.label != "alone, cross-device" else []
+        write_run(cell.path, tiny(name=cell.recipe.name, seed=cell.seed), evaluated(0, "knn", [40.0]) + last)
     write_results(table, [read_results(table, folder, one) for one in table.all_scenarios], folder)
     return folder
 

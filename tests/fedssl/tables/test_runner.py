@@ -103,7 +103,6 @@ def test_a_bad_cell_names_its_row_before_anything_runs(tiny_table, tmp_path):
     for override, message in [
         ("round=3", "row 'ours': .*round: unknown key"),
         ("regularizers.0.weight=1", r"row 'Alone!': .*regularizers"),
-        ("seed=3", "a table sets seed itself"),
         ("name=x", "a table sets name itself"),
     ]:
         with pytest.raises(UserError, match=message):
