@@ -149,11 +149,11 @@ class CKAAccumulator:
                 continue
             if result._sums is None:
                 result._of_lists, result._dtype = one._of_lists, one._dtype
-                result._sums = sums.moved(sums.x.origin, sums.y.origin)
+                result._sums = sums.moved(sums.x.origin, sums.y.origin)  # with tensors of its own
             else:
                 x, y = sums.x, sums.y
                 _check_same_layout(result._sums, x.widths, y.widths, x.origin.device, "the other accumulator")
-                result._sums = result._sums.plus(sums)
+                result._sums.join(sums)
         return result
 
     @of_normal_tensors

@@ -39,12 +39,7 @@ def clip_loss(image: Tensor, text: Tensor, logit_scale: float | Tensor, reductio
         ValueError: B = 0, d = 0, unequal shapes or devices, a logit_scale of several entries, a logit_scale or
             reduction out of range.
     """
-    checks.floating("image", image, ndim=2, layout="[B, d]")
-    checks.floating("text", text, ndim=2, layout="[B, d]")
-    checks.not_empty("image", image, (0, 1), "B or d")
-    if text.shape != image.shape:
-        raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
-    checks.same_device(image=image, text=text)
+    checks.paired_rows(image=image, text=text)
     logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     dtype = compute_dtype(image, text)

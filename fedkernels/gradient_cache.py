@@ -74,11 +74,8 @@ class GradientCache:
         return embeddings if len(inputs) > 1 else embeddings[0]
 
     def _part(self, given: Any, begin: int, end: int) -> Part:
-        devices_of = [
-            *_tensors(given),
-            *_weights(_owner(self.encoder)),
-        ]  # it may move its input there
-        return Part(lambda: self._encode(_cut(given, begin, end), end - begin), devices_of)
+        tensors = _tensors(given) + _weights(_owner(self.encoder))  # it may move its input to their device
+        return Part(lambda: self._encode(_cut(given, begin, end), end - begin), tensors)
 
     def _encode(self, mini_batch: Any, rows: int) -> Tensor:
         output = self.encoder(mini_batch)

@@ -44,12 +44,7 @@ def nt_xent(view1: Tensor, view2: Tensor, temperature: float | Tensor, reduction
         ValueError: B = 0, d = 0, unequal shapes or devices, a temperature of several entries, a temperature or
             reduction out of range.
     """
-    checks.floating("view1", view1, ndim=2, layout="[B, d]")
-    checks.floating("view2", view2, ndim=2, layout="[B, d]")
-    checks.not_empty("view1", view1, (0, 1), "B or d")
-    if view2.shape != view1.shape:
-        raise ValueError(f"view2 must have the shape {list(view1.shape)} of view1, got {list(view2.shape)}")
-    checks.same_device(view1=view1, view2=view2)
+    checks.paired_rows(view1=view1, view2=view2)
     temperature = checks.positive_number_or_tensor("temperature", temperature, view1.device)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     operator = contrastive.operator("nt_xent", view1, view2, temperature)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fedkernels import distributed
 from fedkernels.clip_loss import clip_loss
 from fedkernels.compat.only_default import only_default
+from fedkernels.internal.contrastive import scalar
 from fedkernels.sigmoid_loss import sigmoid_loss
 
 __all__ = ["ClipLoss", "SigLipLoss"]
@@ -70,8 +71,9 @@ class ClipLoss(nn.Module):
     def _of_all_ranks(self, image: Tensor, text: Tensor, scale: Tensor | float) -> Tensor:
         _check_ranks(self.rank, self.world_size)
         if self.local_loss and not self.gather_with_grad:
-            of_images = distributed.info_nce(image, text.detach(), 1 / scale, method=self.method)
-            return (of_images + distributed.info_nce(text, image.detach(), 1 / scale, method=self.method)) / 2
+            temperature = 1 / scalar(scale, image)  # in float64, as half precision would round it
+            of_images = distributed.info_nce(image, text.detach(), temperature, method=self.method)
+            return (of_images + distributed.info_nce(text, image.detach(), temperature, method=self.method)) / 2
         if self.local_loss:
             return distributed.clip_loss(image, text, scale, method=self.method)
         if isinstance(scale, Tensor):

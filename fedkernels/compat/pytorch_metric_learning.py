@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedkernels.internal import checks
+from fedkernels.internal.contrastive import scalar
 from fedkernels.internal.similarity_logsumexp import similarity_logsumexp
 from fedkernels.reference._precision import compute_dtype
 from fedkernels.reference.similarity_logsumexp import similarities
@@ -80,7 +81,7 @@ class _LabelledLoss(nn.Module):
         if indices_tuple is None and ref_emb is None and labels is not None and not labels.is_complex():
             classes, of_class = labels.unique(return_inverse=True, return_counts=True)[1:]
             if len(of_class) < 2 or of_class.max() < 2:
-                return embeddings.sum() * 0
+                return (embeddings * 0).sum()
             return self.loss_of_rows(rows, classes).to(embeddings.dtype)
         refs = rows
         if ref_emb is None:
@@ -99,7 +100,7 @@ class _LabelledLoss(nn.Module):
             positive = (equal if apart else equal.fill_diagonal_(False)).to(rows.dtype)
         pairs = positive.sum(), negative.sum()
         if min(pairs) == 0 or max(pairs) <= 1:  # the original has 0 for one pair of each kind too
-            return embeddings.sum() * 0
+            return (embeddings * 0).sum()
         return self.loss_of_pairs(similarities(rows / self.temperature, refs), positive, negative).to(embeddings.dtype)
 
     def loss_of_rows(self, rows: Tensor, classes: Tensor) -> Tensor:
@@ -127,8 +128,8 @@ class NTXentLoss(_LabelledLoss):
         super().__init__(temperature, kwargs)
 
     def loss_of_rows(self, rows: Tensor, classes: Tensor) -> Tensor:
-        scaled = rows / self.temperature
-        of_negatives, _, _ = similarity_logsumexp(rows, rows, 1 / self.temperature, labels=(classes, classes))
+        scaled, scale = rows / self.temperature, 1 / scalar(self.temperature, rows)
+        of_negatives, _, _ = similarity_logsumexp(rows, rows, scale, labels=(classes, classes))
         positive = classes[:, None] == classes[None, :]
         anchors, positives = positive.fill_diagonal_(False).nonzero(as_tuple=True)
         similarities = (scaled[anchors] * rows[positives]).sum(dim=1)

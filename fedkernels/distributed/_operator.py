@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fedkernels.distributed import _gather, _ring
 from fedkernels.distributed._block import (
@@ -19,7 +20,8 @@ from fedkernels.distributed._block import (
     block_sigmoid_gradients,
 )
 from fedkernels.distributed._labels import gather_labels
-from fedkernels.distributed._ranks import describe, exchange, named_group
+from fedkernels.distributed._ranks import METHODS, describe, exchange, name_of_group, named_group
+from fedkernels.internal import checks
 from fedkernels.internal.autograd import has_tangent, keep_missing_as_none, needs_gradient
 from fedkernels.internal.contrastive_cuda import add_weighted, in_units, inner_product, product
 from fedkernels.reference._precision import compute_dtype, no_autocast
@@ -44,9 +46,9 @@ def distributed_loss(
     key: Tensor,
     scale: Tensor,
     loss: str,
-    method: str,
-    group: str,
     reduction: str,
+    method: str,
+    group: ProcessGroup | None,
     labels: Tensor | None = None,
 ) -> Tensor:
     """The losses of this rank's queries over the keys j of all ranks, reduced.
@@ -62,18 +64,21 @@ def distributed_loss(
             i. For "nt_xent", the first formula, query and key are both [view1; view2]; the positive is the other view
             and a row leaves out itself. For "supervised_contrastive_loss" query and key are both the rows; a row leaves
             out itself, and the second term is the mean over all rows of its label.
-        method: "gather" or "ring".
-        group: the process group's name.
         reduction: "mean", "sum" or "none".
+        method: "gather" or "ring".
+        group: the process group; None is the default group.
         labels: int64 [B], for "supervised_contrastive_loss".
     """
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    checks.one_of("method", method, METHODS)
+    name = name_of_group(group)
     if has_tangent(query, key, scale):
         raise RuntimeError("the distributed losses have no forward mode: autograd would take the derivative for zero")
     key_gradient = needs_gradient(key)
     gradient = key_gradient or needs_gradient(query) or needs_gradient(scale)
     labels = query.new_empty(0, dtype=torch.int64) if labels is None else labels.contiguous()
     losses, _, mean_weight, *_ = torch.ops.fedkernels.distributed_losses(
-        query.contiguous(), key.contiguous(), scale, labels, loss, method, group, gradient, key_gradient
+        query.contiguous(), key.contiguous(), scale, labels, loss, method, name, gradient, key_gradient
     )
     if reduction == "none":
         return losses

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, Method, name_of_group
+from fedkernels.distributed._ranks import Method
 from fedkernels.internal import checks
 from fedkernels.internal.contrastive import scalar
 
@@ -49,16 +49,8 @@ def clip_loss(
             dtypes, methods or need of gradients differ, or if a rank has no pairs.
         RuntimeError: torch.distributed is not initialised; what the process group raises if a rank fails.
     """
-    checks.floating("image", image, ndim=2, layout="[B, d]")
-    checks.floating("text", text, ndim=2, layout="[B, d]")
-    checks.not_empty("image", image, (1,), "d")
-    if text.shape != image.shape:
-        raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
-    checks.same_device(image=image, text=text)
+    checks.paired_rows((1,), image=image, text=text)
     scale = scalar(checks.positive_number_or_tensor("logit_scale", logit_scale, image.device), image)
-    checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    checks.one_of("method", method, METHODS)
-    name = name_of_group(group)
-    of_images = distributed_loss(image, text, scale, "info_nce", method, name, reduction)
-    of_texts = distributed_loss(text, image, scale, "info_nce", method, name, reduction)
+    of_images = distributed_loss(image, text, scale, "info_nce", reduction, method, group)
+    of_texts = distributed_loss(text, image, scale, "info_nce", reduction, method, group)
     return (of_images + of_texts) / 2

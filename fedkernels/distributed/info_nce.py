@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, Method, name_of_group
+from fedkernels.distributed._ranks import Method
 from fedkernels.internal import checks
 from fedkernels.internal.contrastive import scalar, with_negatives
 
@@ -59,6 +59,4 @@ def info_nce(
             raise ValueError(f"key must have at least the B = {query.shape[0]} rows of query, got {key.shape[0]}")
         key = with_negatives(query, key, negatives)
     temperature = scalar(checks.positive_number_or_tensor("temperature", temperature, query.device), query)
-    checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    checks.one_of("method", method, METHODS)
-    return distributed_loss(query, key, 1 / temperature, "info_nce", method, name_of_group(group), reduction)
+    return distributed_loss(query, key, 1 / temperature, "info_nce", reduction, method, group)

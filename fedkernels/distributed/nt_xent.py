@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, Method, name_of_group
+from fedkernels.distributed._ranks import Method
 from fedkernels.internal import checks
 from fedkernels.internal.contrastive import rows_of, scalar
 
@@ -45,14 +45,7 @@ def nt_xent(
             dtypes, methods or need of gradients differ, or if a rank has no rows.
         RuntimeError: torch.distributed is not initialised; what the process group raises if a rank fails.
     """
-    checks.floating("view1", view1, ndim=2, layout="[B, d]")
-    checks.floating("view2", view2, ndim=2, layout="[B, d]")
-    checks.not_empty("view1", view1, (1,), "d")
-    if view2.shape != view1.shape:
-        raise ValueError(f"view2 must have the shape {list(view1.shape)} of view1, got {list(view2.shape)}")
-    checks.same_device(view1=view1, view2=view2)
+    checks.paired_rows((1,), view1=view1, view2=view2)
     temperature = scalar(checks.positive_number_or_tensor("temperature", temperature, view1.device), view1)
-    checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    checks.one_of("method", method, METHODS)
     rows = rows_of(view1, view2)
-    return distributed_loss(rows, rows, 1 / temperature, "nt_xent", method, name_of_group(group), reduction)
+    return distributed_loss(rows, rows, 1 / temperature, "nt_xent", reduction, method, group)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, Method, name_of_group
+from fedkernels.distributed._ranks import Method
 from fedkernels.internal import checks
 from fedkernels.internal.contrastive import scalar
 
@@ -50,15 +50,8 @@ def sigmoid_loss(
             if their d, dtypes, methods or need of gradients differ, or if a rank has no pairs.
         RuntimeError: torch.distributed is not initialised; what the process group raises if a rank fails.
     """
-    checks.floating("image", image, ndim=2, layout="[B, d]")
-    checks.floating("text", text, ndim=2, layout="[B, d]")
-    checks.not_empty("image", image, (1,), "d")
-    if text.shape != image.shape:
-        raise ValueError(f"text must have the shape {list(image.shape)} of image, got {list(text.shape)}")
-    checks.same_device(image=image, text=text)
+    checks.paired_rows((1,), image=image, text=text)
     logit_scale = checks.positive_number_or_tensor("logit_scale", logit_scale, image.device)
     logit_bias = checks.number_or_tensor("logit_bias", logit_bias, image.device)
-    checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    checks.one_of("method", method, METHODS)
     numbers = torch.stack([scalar(one, image) for one in (logit_scale, logit_bias)])
-    return distributed_loss(image, text, numbers, "sigmoid_loss", method, name_of_group(group), reduction)
+    return distributed_loss(image, text, numbers, "sigmoid_loss", reduction, method, group)

@@ -43,7 +43,7 @@ def sigreg(
     ranks = named_group(name_of_group(group))
     dtype = compute_dtype(rows, directions)
     flags = float(dtype == torch.float64), float(needs_gradient(rows))
-    numbers = [*rows.shape, directions.shape[1], rule.half, rule.step, *flags]
+    numbers = [*rows.shape, directions.shape[1], 2 * rule.half + 1, rule.half * rule.step, *flags]
     own = torch.tensor([numbers], dtype=torch.float64).to(rows.device)
     everyones = own.new_empty(ranks.size(), own.shape[1])
     all_gather(everyones, own, group=ranks)
@@ -53,7 +53,7 @@ def sigreg(
         same(name, [f"{one:g}" for one in of_ranks])
     if not sum(counts):
         raise ValueError(f"at least one rank must have rows, got none on {ranks.size()} ranks")
-    directions = directions.detach().to(dtype).contiguous()
+    directions = directions.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)  # not the caller's
     dist.broadcast(directions, dist.get_global_rank(ranks, 0), group=ranks)
     found = _SumOfRanks.apply(sums(rows, directions, rule), ranks)
     return statistic(found, int(sum(counts)), rule).to(dtype)

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fedkernels.distributed._operator import distributed_loss
-from fedkernels.distributed._ranks import METHODS, Method, name_of_group
+from fedkernels.distributed._ranks import Method
 from fedkernels.internal import checks
 from fedkernels.internal.contrastive import scalar
 
@@ -52,7 +52,5 @@ def supervised_contrastive_loss(
     checks.integers("labels", labels, (features.shape[0],), "[B]")
     checks.same_device(features=features, labels=labels)
     temperature = scalar(checks.positive_number_or_tensor("temperature", temperature, features.device), features)
-    checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    checks.one_of("method", method, METHODS)
-    options = "supervised_contrastive_loss", method, name_of_group(group), reduction, labels
+    options = "supervised_contrastive_loss", reduction, method, group, labels
     return distributed_loss(features, features, 1 / temperature, *options)

@@ -62,6 +62,17 @@ def same_device(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be on the device of {first} ({reference.device}), got {tensor.device}")
 
 
+def paired_rows(dims: Sequence[int] = (0, 1), **both: Tensor) -> None:
+    """Two tensors [B, d] of one shape on one device; those of its sizes that `dims` names are not 0."""
+    (first, rows), (second, others) = both.items()
+    floating(first, rows, ndim=2, layout="[B, d]")
+    floating(second, others, ndim=2, layout="[B, d]")
+    not_empty(first, rows, dims, "B or d" if 0 in dims else "d")
+    if others.shape != rows.shape:
+        raise ValueError(f"{second} must have the shape {list(rows.shape)} of {first}, got {list(others.shape)}")
+    same_device(**both)
+
+
 def expanded(name: str, tensor: Tensor, wanted: list[int], of: str, whole: Tensor, may: str = "have") -> Tensor:
     """`tensor` broadcast to `wanted`, whose last size it must have itself; `of` is the name of `whole`."""
     if tensor.ndim == 0 or tensor.shape[-1] != wanted[-1]:

@@ -13,7 +13,7 @@ Sums are float64; to them products of BLOCK_ROWS rows or fewer are added, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -194,14 +194,12 @@ class Sums:
     def about_means(self) -> Sums:
         return self.moved(*(side.origin + side.entries / self.count for side in (self.x, self.y)))
 
-    def plus(self, other: Sums) -> Sums:
-        """The sums of both workers' samples, about the origins of the first."""
-        result = replace(self).moved(self.x.origin, self.y.origin)  # with tensors of its own
+    def join(self, other: Sums) -> None:
+        """Adds the sums of another worker's samples, about the origins of these."""
         moved = other.moved(self.x.origin, self.y.origin)
-        for own, added in zip(result.tensors(), moved.tensors(), strict=True):
+        for own, added in zip(self.tensors(), moved.tensors(), strict=True):
             own += added
-        result.count += other.count
-        return result
+        self.count += other.count
 
     def biased_hsic(self) -> tuple[Tensor, Tensor, Tensor]:
         """But for a factor: of the pairs [N, M], of the xs [N] and of the ys [M] with themselves."""

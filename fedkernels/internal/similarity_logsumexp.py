@@ -82,21 +82,13 @@ def similarity_gradients(
 
     `rows` [B] and `columns` [N] are log-sum-exps, of these keys and queries or of more: where the keys lie in several
     blocks, join the blocks' results by ``torch.logaddexp`` and give the joined ones here, block by block; the queries'
-    gradients of the blocks add up. This function is not differentiable.
+    gradients of the blocks add up. There must be a compiled operator. This function is not differentiable.
 
     Returns:
         [B, d] and [N, d], float64 where an input is float64, else float32.
     """
     with torch.no_grad():
-        operator = native.operator("similarity_logsumexp", query, key)
-        scaled = (
-            query if query.is_cuda and operator is not None else scaled_rows(query, scale, compute_dtype(query, key))
-        )
-        if operator is None:
-            of_query, of_key = _reference.similarity_gradients(
-                scaled, key, rows, row_weights, columns, column_weights, positives, positive_weights, labels, excluded
-            )
-            return of_query * scale, of_key
+        scaled = query if query.is_cuda else scaled_rows(query, scale, compute_dtype(query, key))
         results = (rows, columns, row_weights, column_weights, positive_weights)
         given = (query.new_empty(0) if one is None else one.double().contiguous() for one in results)
         tensors = _as_tensors(query, positives, labels, excluded)

@@ -26,7 +26,8 @@ class Part:
         tensors = list(tensors)
         self.cpu_state = torch.get_rng_state()
         self.devices, self.device_states = get_device_states(*tensors)
-        kind = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+        kinds = [tensor.device.type for tensor in tensors]
+        kind = next((one for one in kinds if one not in ("cpu", "meta")), "cpu")  # autocast knows no meta device
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # Without autocast's cache of rounded weights: older torch gives those of a pass without a graph to later ones,
         # which then have no gradient.

@@ -27,35 +27,6 @@ def similarity_logsumexp(
     return logits.logsumexp(dim=1), logits.logsumexp(dim=0), of_positives
 
 
-def similarity_gradients(
-    query: Tensor,
-    key: Tensor,
-    rows: Tensor | None,
-    row_weights: Tensor | None,
-    columns: Tensor | None,
-    column_weights: Tensor | None,
-    positives: Tensor | None,
-    positive_weights: Tensor | None,
-    labels: tuple[Tensor, Tensor] | None,
-    excluded: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The gradients in query and key of the sum of the results above, each times its weight."""
-    logits = similarities(query, key)
-    dtype, left_out = logits.dtype, pairs_left_out(positives, labels, excluded)
-    if left_out is not None:
-        logits = logits.masked_fill(left_out, -torch.inf)
-    weights = torch.zeros_like(logits)
-    for dim, of, by in ((1, rows, row_weights), (0, columns, column_weights)):
-        if of is not None and by is not None:
-            # Where nothing but -inf was summed, -inf - -inf must not be formed.
-            finite = of.masked_fill(of == -torch.inf, 0.0).unsqueeze(dim)
-            weights += ((logits - finite).exp() * by.unsqueeze(dim)).to(dtype)
-    if positives is not None and positive_weights is not None:
-        weights.scatter_add_(1, positives[:, None], positive_weights.to(dtype)[:, None])
-    with no_autocast(query):
-        return weights @ key.to(dtype), weights.T @ query.to(dtype)
-
-
 def similarities(query: Tensor, key: Tensor) -> Tensor:
     """q_i . k_j [B, N], summed in float32 or wider."""
     dtype = compute_dtype(query, key)

@@ -163,6 +163,14 @@ def test_without_gradients_it_is_the_encoder():
     torch.testing.assert_close(embeddings, model(batch(0)))
 
 
+def test_tensors_without_data():
+    model = encoder().to("meta")
+    embeddings = GradientCache(model, 4)(batch(0).to("meta"))
+    embeddings.sum().backward()
+    assert embeddings.shape == (10, 6)
+    assert all(gradient.is_meta for gradient in gradients(model))
+
+
 def test_an_encoder_that_changes_its_input_sees_it_unchanged_again():
     model, x = encoder(), batch(0)
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fedkernels.compat import open_clip
@@ -85,6 +86,16 @@ def test_clip_without_gathered_gradients(ranks: Ranks, name):
         of_images, of_texts = (each.softmax(1) - torch.eye(rows) for each in (logits, logits.T))
         expected = [given[2] / (2 * rows) * part for part in (of_images @ given[1], of_texts @ given[0])]
     torch.testing.assert_close(mean_over_ranks(results), [value, *expected, scale], **CLOSE)
+
+
+def with_a_scale_of(dtype: torch.dtype) -> Tensor:
+    image, text, scale = pairs(5)
+    options = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    return open_clip.ClipLoss(local_loss=True, **options)(image, text, scale.to(dtype))
+
+
+def test_a_scale_in_half_precision_is_not_rounded_again(ranks: Ranks):
+    torch.testing.assert_close(*(ranks(with_a_scale_of, dtype) for dtype in (torch.bfloat16, torch.float32)))
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_the_dtype_is_that_of_the_embeddings(name, dtype):
         torch.testing.assert_close(value.double(), wide, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=0)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(loss(x, CLASSES, **given), value)
+        assert loss(torch.full_like(x, 2e4), torch.arange(9, 17), **given) == 0
     (gradient,) = torch.autograd.grad(value, x)
     assert gradient[1:].isfinite().all()  # that of a row of zeros is 1e12 times as large, as the original's
 
@@ -94,7 +95,7 @@ def test_pairs_are_the_originals(name, case):
 def test_all_pairs_by_their_indices_are_the_batch(name):
     positive = (CLASSES[:, None] == CLASSES).fill_diagonal_(False)
     pairs = (*positive.nonzero(as_tuple=True), *(CLASSES[:, None] != CLASSES).nonzero(as_tuple=True))
-    loss = getattr(ours, name)(nn.Parameter(torch.tensor(0.2).double()))
+    loss = getattr(ours, name)(nn.Parameter(torch.tensor(0.2).half()))
     values = [loss(EMBEDDINGS, CLASSES), loss(EMBEDDINGS, indices_tuple=pairs)]
     torch.testing.assert_close(*values)
     torch.testing.assert_close(*(torch.autograd.grad(value, loss.temperature) for value in values))

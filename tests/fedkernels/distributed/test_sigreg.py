@@ -20,17 +20,22 @@ def of_part(sizes: list[int], factors: list[float], dtype: torch.dtype) -> tuple
     """
     rank = dist.get_rank()
     rows = ROWS.to(dtype).split(sizes)[rank].clone().requires_grad_()
-    value = sigreg(rows, (DIRECTIONS if rank == 0 else -DIRECTIONS.flip(1)).to(dtype))
+    directions = (DIRECTIONS if rank == 0 else -DIRECTIONS.flip(1)).to(dtype)
+    given = directions.clone()
+    value = sigreg(rows, directions)
     (gradient,) = torch.autograd.grad(factors[rank] * value, rows, create_graph=True)
-    return value.detach(), gradient.detach(), *torch.autograd.grad(gradient.square().sum(), rows)
+    (second,) = torch.autograd.grad(gradient.square().sum(), rows)
+    assert torch.equal(directions, given)  # the caller's own, which the first rank's do not overwrite
+    return value.detach(), gradient.detach(), second
 
 
 def of_bad_part(kind: str) -> str:
     last = dist.get_rank() == dist.get_world_size() - 1
     rows, directions = torch.ones(0 if kind == "rows" else 3, 4), torch.ones(4, 5 if kind == "S" and last else 6)
     rows.requires_grad_(kind == "gradient" and last)
+    others = {"points": 5} if kind == "points" else {"limit": 4.0} if kind == "limit" else {}
     with pytest.raises(ValueError, match="rank") as error:
-        sigreg(rows, directions, points=5 if kind == "points" and last else 17)
+        sigreg(rows, directions, **others if last else {})
     return str(error.value)
 
 
@@ -60,7 +65,8 @@ def test_equals_one_process(ranks: Ranks, even: bool, dtype: torch.dtype) -> Non
     [
         ("rows", "at least one rank must have rows"),
         ("S", "number of directions S must be"),
-        ("points", "points must be"),
+        ("points", "points must be the same on all ranks, got 17, "),
+        ("limit", "limit must be the same on all ranks, got 5, "),
         ("gradient", "whether rows require a gradient must be the same on all ranks"),
     ],
 )
