@@ -126,14 +126,7 @@ def build_report(runs: Sequence[Run], pictures: Sequence[PageFigure] = (), missi
         settings=_settings(first),
         history=_history(runs),
         folders=[(run.name, run.seed, printable(run.path)) for run in runs],
-<<<<<<< HEAD
-        recipes=[
-            (f"{run.name}, seed {run.seed}", yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True, width=100))
-            for run in first
-        ],
-=======
         recipes=[(f"{run.name}, seed {run.seed}", as_yaml(dict(run.recipe))) for run in first],
->>>>>>> h-recipe2
     )
 
 
