@@ -17,7 +17,7 @@ from fedkernels.internal.autograd import is_transformed
 from fedkernels.internal.self_test_outcomes import NOT_TESTED, PASSED
 
 # Operators with a CPU kernel in csrc/ops/NAME.cpp. Three are internal: similarity_logsumexp (of clip_loss,
-# supervised_contrastive_loss and options of info_nce), add_products (of CKAAccumulator), hsic_pairwise (of MinibatchCKA).
+# supervised_contrastive_loss and options of info_nce), add_products (CKAAccumulator), hsic_pairwise (MinibatchCKA).
 COMPILED = (
     "add_products",
     "apply_deltas",

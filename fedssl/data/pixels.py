@@ -196,8 +196,8 @@ def notify_of_constant(name: str, contrasts: Sequence[int]) -> None:
     if np.median(contrasts) <= _NEARLY_CONSTANT:
         notify(
             f"{name}: in most images all pixels are at most {_NEARLY_CONSTANT} of 255 apart, from which nothing can be "
-            "learned: set data.window to the range of its values, or where they have 8 bits spread them over 0 to 255; in "
-            "arrays, pixels of 0 and 1 need the type bool"
+            "learned: set data.window to the range of its values, or where they have 8 bits spread them over 0 to 255; "
+            "in arrays, pixels of 0 and 1 need the type bool"
         )
 
 
