@@ -147,6 +147,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         if last:
             target[index] = value
         else:
+            if isinstance(target[index], str) and keys[0] in PART_KEYS and i == PART_KEYS[keys[0]][1]:
+                target[index] = {"name": target[index]}  # a part may be given as its name alone
             target = target[index]
 
 

@@ -255,6 +255,8 @@ def _merge(values: dict[str, Any], changes: dict[str, Any], top: bool = True) ->
     merged = dict(values)
     for key, change in changes.items():
         old = merged.get(key)
+        if top and key in PART_KEYS and isinstance(old, str):
+            old = {"name": old}  # a part may be given as its name alone
         if not (isinstance(old, dict) and isinstance(change, dict)):
             merged[key] = change
         elif top and key in PART_KEYS and change.get("name", part_name(key, old)) != part_name(key, old):

@@ -120,6 +120,8 @@ def test_settings_are_merged_and_lists_and_parts_replaced(cell):
     assert recipe.rounds == 1
     assert recipe.regularizers[0].model_dump()["weight"] == 0.25
     assert (recipe.objective.name, recipe.objective.output_features) == ("simsiam", 256)  # the preset's
+    [recipe] = cell({"objective": {"temperature": 0.3}}, settings={"objective": "simclr"})
+    assert (recipe.objective.name, recipe.objective.temperature) == ("simclr", 0.3)
 
 
 def test_a_scenario_stands_between_the_table_and_the_row(cell, tmp_path):
