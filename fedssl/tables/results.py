@@ -158,7 +158,7 @@ def _judge(table: Table, method: str, results: Results, metric: str) -> str:
     method_with_value = f"{method} with {format_values(metric, list(reached.values()))}"
     gain = "no collaboration gain. " if said["is tied with"] or said["is behind"] else "a collaboration gain. "
     sentences = ". It ".join(f"{verb} {listed(found)}" for verb, found in said.items() if found)
-    text = f"{name}: {gain if collaboration else ''}{method_with_value} {sentences}."
+    text = f"{name}: {gain if collaboration else ''}{' '.join(filter(None, (method_with_value, sentences)))}."
     if collaboration and table.ceiling:
         text += " " + _room(table, method, results, metric)
     if untrained := results.before.get((method, metric)):

@@ -92,6 +92,11 @@ def test_a_method_not_above_the_untrained_encoder_is_told():
     text = verdict(table, results(knn, start=60.0))
     assert text.endswith("It is not above the untrained encoder (60.5 ± 0.7).")
     assert "untrained" not in verdict(table, results(knn, start=40.0))
+    alone = make_table(verdict="comparison", baselines=[], controls=[])
+    assert (
+        knn_verdict(alone, {"ours": [1.0, 2.0]})
+        == "ours with 1.5 ± 0.7. It is not above the untrained encoder (10.5 ± 0.7)."
+    )
 
 
 @pytest.mark.parametrize(
