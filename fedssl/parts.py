@@ -149,7 +149,7 @@ def load_file(path: Path) -> ModuleType:
     sys.modules[module_name] = module  # pydantic resolves annotations through sys.modules
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise _not_imported(path, error) from error
     return module
@@ -158,10 +158,10 @@ def load_file(path: Path) -> ModuleType:
 def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_imported(name, error) from error
 
 
-def _not_imported(part: Path | str, error: Exception) -> UserError:
+def _not_imported(part: Path | str, error: BaseException) -> UserError:
     first_line = str(error).strip().partition("\n")[0]  # Pydantic adds lines with a link
     return UserError(f"{part} could not be imported: {type(error).__name__}: {first_line}")

@@ -144,6 +144,8 @@ def partition(recipe: RecipeName, overrides: Overrides = None, trust: Trust = Fa
     from ..recipe.reading import load_recipe
 
     loaded = load_recipe(recipe, overrides or (), trust=trust)
+    if loaded.partition.name == "sites":
+        raise UserError("partition sites deals no images: each site brings its own, whose number it alone knows")
     dataset = load_dataset(loaded.data, loaded.seed)
     rows = deal(dataset, loaded.partition, loaded.seed)
     counts = class_counts(dataset.train_labels, rows, len(dataset.counted_as))

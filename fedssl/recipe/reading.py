@@ -175,6 +175,8 @@ def _check_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
     value = with_paths_from(Path(), path.partition(".")[0], value)
     try:
         cls = part_class(folder, value["name"])
+        if missing := sorted(cls.__abstractmethods__):
+            raise UserError(f"{cls.__name__} does not define {', '.join(missing)}; fedssl/{folder}/base.py describes them")
         return cls.model_validate(value)
     except UserError as error:
         problems.append(f"{path}.name: {error}")

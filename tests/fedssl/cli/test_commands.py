@@ -199,6 +199,7 @@ UNKNOWN_HOME = "begins with an unknown user's home folder"
         ("evaluate fedbyol --data name=digits,name=npz", ""),
         ("cost tiny.yaml --rounds tiny.yaml/x.csv", ""),
         (f"cost tiny.yaml engine=flower {SHARED} {AT_SITES}", "the images are at the sites, .*: name images like"),
+        (f"partition tiny.yaml engine=flower {SHARED} {AT_SITES}", "partition sites deals no images: each site brings"),
     ],
 )
 def test_a_users_mistake_is_one_line_exit_code_2_and_leaves_nothing(command, message, fedssl, tiny_file, tmp_path):

@@ -108,6 +108,7 @@ MINE = "from fedssl import Observer\nclass Mine(Observer):\n    pass\n"
         ("mine.py", "x = 1\n", r"mine\.py must define exactly one subclass of Observer, got 0"),
         ("two.py", f"{MINE}class Other(Observer): pass\n", "two.py must define exactly one subclass .*, got 2"),
         ("broken.py", "import nothing_of_that_name\n", r"broken\.py could not be imported: ModuleNotFoundError"),
+        ("ends.py", "raise SystemExit(3)\n", r"ends\.py could not be imported: SystemExit: 3"),
         ("asks.py", MINE.replace("pass", "def __init__(self, key): ..."), r"asks\.py: Mine\(\) failed: TypeError"),
     ],
 )

@@ -56,6 +56,7 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
         ("regularizers=[json:JSONDecoder]", ["json:JSONDecoder must be a subclass of Regularizer"]),
         ("regularizers=[json:nothing]", ["json:nothing must be a subclass of Regularizer, got None"]),
         ("regularizers=[nowhere_at_all:Part]", ["nowhere_at_all could not be imported"]),
+        ("objective=fedssl.objectives.base:Objective", ["objective.name: Objective does not define build, step"]),
         ("data.name=mnist", ["data.name", "'digits'", "'mnist'"]),
         ("rounds", ["'rounds' is not key=value"]),
         ("seed.a=1", ["seed is 0 and has no entries"]),
