@@ -176,7 +176,7 @@ def _check_part(folder: str, value: Any, path: str, problems: list[str]) -> Any:
     try:
         cls = part_class(folder, value["name"])
         if missing := sorted(cls.__abstractmethods__):
-            raise UserError(f"{cls.__name__} does not define {', '.join(missing)}; fedssl/{folder}/base.py describes them")
+            raise UserError(f"{cls.__name__} does not define {', '.join(missing)}; see fedssl/{folder}/base.py")
         return cls.model_validate(value)
     except UserError as error:
         problems.append(f"{path}.name: {error}")

@@ -28,7 +28,8 @@ def test_the_resolved_recipe_holds_the_options_of_parts_and_overrides_reach_mapp
     assert (recipe.training.batch_size, recipe.regularizers[0].weight, recipe.seed) == (16, 2, 5)
     assert "target: peers" in recipe.to_yaml()
     assert "target_momentum: 0.99" in recipe.to_yaml()
-    by_name = ["objective=simclr", "objective.temperature=0.3", "regularizers=[cka_alignment]", "regularizers.0.weight=2"]
+    by_name = ["objective=simclr", "objective.temperature=0.3", "regularizers=[cka_alignment]"]
+    by_name.append("regularizers.0.weight=2")
     recipe = load_recipe("hetero_ssfl", by_name)
     assert (recipe.objective.temperature, recipe.regularizers[0].weight) == (0.3, 2)
 
