@@ -4,8 +4,9 @@ Pillow reads all formats but DICOM, that of medical imaging, TIFF, numpy's array
 file's pixels are kept.
 """
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ def image_kind(file: Path, channels: int | None = None) -> ImageKind:
     """
     with _named_as_broken(file):
         return dicom_kind(file) if is_dicom(file) else _read(file, channels, header_only=True)[0]
+
+
+def readable_kind(file: Path, channels: int | None) -> ImageKind | None:
+    """Return what `image_kind` does, without Pillow's warnings, or None where the file cannot be read."""
+    with suppress(BrokenImageError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return image_kind(file, channels)
+    return None
 
 
 def read_pixels(

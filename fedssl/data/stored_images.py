@@ -34,7 +34,7 @@ from ..errors import UserError
 from ..run_folder.storage import make_folder, writing
 from ..untrusted import printable
 from .files import ARRAY_SUFFIX, listed, notify
-from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, stored_values
+from .image_files import BrokenImageError, ImageKind, image_kind, read_pixels, readable_kind, stored_values
 from .image_kinds import usual_channels, usual_size
 from .options import DataOptions
 from .pixels import (
@@ -263,7 +263,7 @@ def measured_window(files: Sequence[Path], training: int, options: DataOptions) 
     """Return the window of the options; that of percentiles as the numbers of the first files, the training images."""
     if options.window != "percentiles":
         return options.window
-    kinds = [_readable_kind(file, options.channels) for file in files]
+    kinds = [readable_kind(file, options.channels) for file in files]
     channels = options.channels or usual_channels([kind for kind in kinds if kind])
     needing = [file for file, kind in zip(files[:training], kinds, strict=False) if kind and kind.deep]
     chosen = needing[:: math.ceil(len(needing) / _FILES_FOR_WINDOW) or 1]
@@ -276,13 +276,6 @@ def measured_window(files: Sequence[Path], training: int, options: DataOptions) 
     fitting = [part for part in parts if part.shape[1] == channels]  # decoding refuses the others
     parts = fitting or [part.reshape(-1, 1) for part in parts]
     return window_of_percentiles(np.concatenate(parts).T) if parts else None
-
-
-def _readable_kind(file: Path, channels: int | None) -> ImageKind | None:
-    with suppress(BrokenImageError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return image_kind(file, channels)
-    return None
 
 
 def _cache_path(files: Sequence[Path], decoded_as: str) -> Path:
@@ -432,7 +425,7 @@ def range_of_float_files(files: Sequence[Path], channels: int | None) -> Window 
     """
     if any(file.suffix.lower() != ARRAY_SUFFIX for file in files):
         return None
-    floats = {file: kind for file in files if (kind := _readable_kind(file, channels)) and kind.deep}
+    floats = {file: kind for file in files if (kind := readable_kind(file, channels)) and kind.deep}
     if not floats or any(kind.type_range for kind in floats.values()):
         return None
 

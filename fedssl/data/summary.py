@@ -90,7 +90,7 @@ def _of_npz(path: Path, channels: int | None) -> DataSummary:
 
 def _of_files(path: Path, options: DataOptions) -> DataSummary:
     """Read the headers of some image files, evenly spread over the folder."""
-    from .image_files import BrokenImageError, image_kind
+    from .image_files import readable_kind
 
     files, others = list_files(path, options.follow_links)
     for more in options.more_paths:
@@ -103,12 +103,9 @@ def _of_files(path: Path, options: DataOptions) -> DataSummary:
         raise UserError(
             f"data.path: {path} holds no image; images end with {', '.join(IMAGE_SUFFIXES)}{remedy(others)}"
         )
-    kinds = []
-    for file in files[:: -(-len(files) // _SAMPLED)]:
-        try:
-            kinds.append(image_kind(file, options.channels))
-        except BrokenImageError:
-            continue  # loading the data names the files that cannot be read
+    sampled = files[:: -(-len(files) // _SAMPLED)]
+    # loading the data names the files that cannot be read
+    kinds = [kind for file in sampled if (kind := readable_kind(file, options.channels))]
     usual = usual_size(kinds)
     shorter = sorted(min(kind.size) for kind in kinds) or [_SIZES[-1]]
     side = max((size for size in _SIZES if size <= shorter[len(shorter) // 2]), default=_SIZES[0])

@@ -18,6 +18,7 @@ from fedssl.data.datasets import Dataset, load_dataset
 from fedssl.data.image_files import image_kind, read_pixels, stored_values
 from fedssl.data.image_kinds import BrokenImageError
 from fedssl.data.options import DataOptions
+from fedssl.data.summary import summarise
 from fedssl.errors import UserError
 from tests.fedssl.data.data_files import write_image
 from tests.fedssl.data.image_samples import encoded, ramp, table_rows, tiff
@@ -93,15 +94,18 @@ RATIONAL, TEXT = b"\x01\x1a\x00\x05", b"\x01\x1a\x00\x02"  # the type of the ent
         pytest.param(exif_of(6).replace(RATIONAL, TEXT), True, id="another entry"),
         pytest.param(exif_of(6).replace(b"MM", b"??"), False, id="byte order"),
         pytest.param(exif_of(6)[:12], False, id="cut"),
+        pytest.param(exif_of(6).replace(b"\0\x08\0\x02", b"\0\x08\0\x09"), True, id="too many entries"),
         pytest.param(exif_of(9), False, id="orientation 9"),
         pytest.param(exif_of(0), False, id="orientation 0"),
     ],
 )
-def test_a_damaged_exif_breaks_no_picture(tmp_path, kind, damaged, turned):
+def test_a_damaged_exif_breaks_no_picture(tmp_path, recwarn, kind, damaged, turned):
     content = encoded(COLOUR, kind, exif=damaged, icc_profile=b"no profile")
     image = load_with(tmp_path, f"1.{kind}", content).train_images[1]
     column, row = (5, 2) if turned else (2, 5)
     assert image[0, row, column] > 200 > image[2, row, column]
+    assert summarise({"name": "folder", "path": str(tmp_path)}).images == 2
+    assert not recwarn.list
 
 
 def test_a_bitmap_of_16_bits_a_pixel_has_no_deep_colours(tmp_path):
