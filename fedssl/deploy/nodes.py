@@ -1,4 +1,8 @@
-"""Flower's two processes with safe settings: `fedssl superlink` and `fedssl supernode`."""
+"""Flower's two processes with safe settings: `fedssl superlink` and `fedssl supernode`.
+
+The reverse proxy in front of the SuperLink (nginx) limits all requests; of answers the SuperLink has limits of its own.
+Flower takes one in any site's name and of any number of pieces, each of which is work for its database.
+"""
 
 import json
 import os
@@ -10,7 +14,17 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from fastapi import HTTPException
+from flwr.app.error import Error
+from flwr.app.message import make_message
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.superlink.servicer.fleet import fleet_handlers
+
+from ..engines.flower.messenger import REFUSED_BY_SUPERLINK
 from ..engines.flower.site_files import MANIFEST, SITES, VARIABLE, load_site
 from ..errors import UserError
 from ..run_folder.creation import alone_in
@@ -18,12 +32,14 @@ from ..untrusted import expand_home, printable
 from .certificates import require_authority, require_server
 from .flower_commands import fork, run
 from .keys import read_site_key, require_own
-from .limits import limit_answers
 
 #: modules that a ServerApp or ClientApp needs; importing them starts no threads and looks for no CUDA device
 _APP_MODULES: tuple[str, ...] = ("fedssl.engines.flower.server", "fedssl.engines.flower.client", "sklearn.datasets")
 _APP_MODULES += ("timm", "torch._dynamo")  # the last is imported by the first optimizer that is made
+#: objects of an answer: records, arrays and the arrays' pieces of 5 MiB; also limits the database's work
+MOST_OBJECTS = 1000
 _HOST = "127.0.0.1"  # where the SuperLink and a SuperNode listen for processes of this machine
+_push_messages = fleet_handlers.push_messages
 _PRIVATE_UMASK = 0o077  # the files of these processes, and of those that they start, are for their user alone
 
 
@@ -53,8 +69,41 @@ def superlink(folder: Path, port: int) -> int:
     command += ["--enable-supernode-auth"]
     starter = ["--runtime-api-address", f"{_HOST}:{port}", "--root-certificates", str(authority)]
     with alone_in(folder, "another SuperLink keeps its database in this folder: stop it, or name another folder"):
-        limit_answers()
+        fleet_handlers.push_messages = push_messages
         return run(command, starter, {VARIABLE: str(folder / SITES / MANIFEST)}, _APP_MODULES)
+
+
+def push_messages(request: PushMessagesRequest, state: Any) -> PushMessagesResponse:
+    """Handle a site's announcement of an answer as Flower does, with limits.
+
+    An answer of too many objects is replaced by an error with the reason, so that the run does not wait for it.
+
+    Raises:
+        HTTPException: the answer is another site's, or not the one whose objects are announced.
+    """
+    if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+        raise HTTPException(400, "expected one message and its objects")
+    [message], [tree] = request.messages_list, request.message_object_trees
+    if message.metadata.src_node_id != request.node.node_id:
+        raise HTTPException(403, "a site may answer in its own name only")
+    if message.metadata.message_id != tree.object_id:
+        raise HTTPException(400, "the objects are not those of the message")
+    objects = [tree]
+    for node in objects:  # the list grows by every node's children; recursion would be limited
+        objects.extend(node.children)
+    if len(objects) <= MOST_OBJECTS:
+        return _push_messages(request, state)
+    reason = f"its answer has {len(objects)} pieces, more than {MOST_OBJECTS}, the most that the SuperLink takes"
+    refusal = make_message(message_from_proto(message).metadata, error=Error(REFUSED_BY_SUPERLINK, reason))
+    refusal.metadata.__dict__["_message_id"] = refusal.object_id
+    answer = PushMessagesRequest(
+        node=request.node,
+        messages_list=[message_to_proto(refusal)],
+        message_object_trees=[get_object_tree(refusal)],
+    )
+    response = _push_messages(answer, state)
+    state.store_object(message.metadata.run_id, response.session_id, refusal.object_id, refusal.deflate())
+    return PushMessagesResponse(results={message.metadata.message_id: 0}, session_id=response.session_id)
 
 
 def supernode(site_file: Path, address: str, certificate: Path, key: Path, allowed_apps: Sequence[str] = ()) -> int:

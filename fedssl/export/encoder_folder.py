@@ -4,27 +4,34 @@
     config.json         the network and its input, in the format of timm's models on the Hugging Face hub
     load.py             builds the network and loads the weights, with torch and timm alone
     README.md           a model card
-    encoder.onnx        on request, see onnx_file.py
+    encoder.onnx        on request, the encoder as one file, which needs neither fedssl nor timm: from pixels between 0
+                        and 1, float32 [n, C, H, W], for any n, to float32 [n, d]
 
 The folder holds no images, no paths of the run's data and no class names.
 """
 
+import io
 import json
+import logging
 import os
 import secrets
 import shutil
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
 
 from fedkernels import __version__
 
 from ..augmentations.random_views import RandomViews
 from ..data.options import DataOptions
 from ..data.pixels import is_by_channel
-from ..errors import UserError, explained
+from ..errors import UserError, explained, install_command
 from ..evaluation.evaluate import EvaluationOptions
 from ..evaluation.metrics import METRICS, is_measure
 from ..evaluation.verdict import verdict
@@ -34,10 +41,13 @@ from ..run_folder.record import read_run
 from ..run_folder.storage import make_folder, require_new_folder, safetensors_of, sync_path, write_atomically, writing
 from ..templates import fill_template
 from ..untrusted import MOST_BYTES, printable, read_regular_file
-from .onnx_file import MEAN, STD, write_onnx
 from .trained_encoder import GLOBAL, EncoderOfRun, TrainedEncoder, checked_image_shape, encoder_of_run
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "encoder.onnx"
+#: of pixels between 0 and 1, in every channel; the same as `data.pixels.normalize` on uint8
+MEAN, STD = 0.5, 0.25
+#: the largest difference from the encoder that encoder.onnx may have, relative to the largest feature
+ONNX_TOLERANCE = 1e-4
 #: of a recipe's evaluation, what an exported encoder is measured with too: no paths, and nothing that takes long
 _MEASURING = {"neighbors", "temperature", "linear", "semi_supervised_protocol"}
 _VIEWS = set(RandomViews.model_fields) - {"name"}
@@ -201,3 +211,59 @@ def read_encoder(folder: Path) -> TrainedEncoder:
 
 def is_encoder_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and (path / WEIGHTS).is_file()
+
+
+class WithNormalization(nn.Module):
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.encoder((pixels - MEAN) / STD)
+
+
+def write_onnx(encoder: TrainedEncoder, folder: Path) -> None:
+    """Write encoder.onnx, and where onnxruntime is installed compare its output with the encoder's on images of noise.
+
+    UserError is raised if a package is missing, or the network cannot be compiled or gives other outputs.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        message = f"--onnx needs the packages onnx and onnxscript ({error}): {install_command('export')}"
+        raise UserError(message) from error
+    network, file = WithNormalization(encoder.network).eval(), io.BytesIO()
+    pixels = torch.rand(3, *encoder.image_shape, generator=torch.Generator().manual_seed(0))
+    names: Any = {"input_names": ["pixels"], "output_names": ["features"]}
+    shapes = ({0: torch.export.Dim("n")},)
+    with explained(f"{encoder.architecture} cannot be written as {ONNX}"), torch.no_grad(), _quiet():
+        program: Any = torch.onnx.export(network, (pixels,), **names, dynamic_shapes=shapes, dynamo=True, verbose=False)
+        program.save(file)
+        write_atomically(folder / ONNX, file.getvalue())
+        try:
+            from onnxruntime import InferenceSession
+        except ImportError:
+            return
+        session = InferenceSession(str(folder / ONNX), providers=["CPUExecutionProvider"])
+        outputs = torch.from_numpy(session.run(["features"], {"pixels": pixels.numpy()})[0])
+        expected = network(pixels)
+    difference = float((outputs - expected).abs().max())
+    if not difference <= ONNX_TOLERANCE * max(1.0, float(expected.abs().max())):
+        raise UserError(
+            f"{ONNX} gives other features than the encoder: they differ by up to {difference:.2g}; use "
+            "model.safetensors with load.py"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the exporter's progress and its warnings about itself."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

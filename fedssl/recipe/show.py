@@ -94,7 +94,12 @@ def _settings(
 def part_summary(part: type[Options]) -> str:
     """Return the first paragraph of a part's documentation: the module's for a shipped part, else the class's."""
     documented = sys.modules[part.__module__] if part.__module__.startswith("fedssl.") else part
-    return " ".join((documented.__doc__ or "").partition("\n\n")[0].split())
+    return first_paragraph(documented.__doc__)
+
+
+def first_paragraph(text: str | None) -> str:
+    """Return the first paragraph of a docstring on one line."""
+    return " ".join((text or "").partition("\n\n")[0].split())
 
 
 def describe_values(schema: dict[str, Any]) -> str:

@@ -303,19 +303,13 @@ def _left_out(runs: Sequence[Run]) -> Rows:
         numbers: dict[tuple[int, str], list[int]] = {}
         for number, k, reason in run.refused:
             numbers.setdefault((k, reason), []).append(number)
-        rows += [
-            (run.name, run.seed, k, _from_to(rounds), printable(reason))
-            for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1]))
-        ]
+        for (k, reason), rounds in sorted(numbers.items(), key=lambda entry: (entry[0][0], entry[1])):
+            of = f"{len(rounds)} of rounds {rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
+            rows.append((run.name, run.seed, k, of, printable(reason)))
     if len(rows) > _MOST_LEFT_OUT:
         more = f"and {len(rows) - _MOST_LEFT_OUT} more lines: see refused.csv"
         rows = [*rows[:_MOST_LEFT_OUT], ("", "", "", "", more)]
     return rows
-
-
-def _from_to(rounds: Sequence[int]) -> str:
-    """Return ascending numbers of rounds as `3`, or as `6 of rounds 1 to 9`."""
-    return f"{len(rounds)} of rounds {rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
 
 
 def _clients(methods: Methods, metrics: Sequence[str]) -> Rows:

@@ -12,8 +12,8 @@ from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 
-from fedssl.deploy import limits
-from fedssl.deploy.limits import MOST_OBJECTS, push_messages
+from fedssl.deploy import nodes
+from fedssl.deploy.nodes import MOST_OBJECTS, push_messages
 from fedssl.engines.flower.messenger import REFUSED_BY_SUPERLINK
 
 OTHERS = 2  # objects of an answer besides its records' content: the message itself and its records
@@ -40,7 +40,7 @@ def taken(monkeypatch) -> list[PushMessagesRequest]:
         requests.append(request)
         return PushMessagesResponse(objects_to_push=["some"], session_id="session")
 
-    monkeypatch.setattr(limits, "_push_messages", handler)
+    monkeypatch.setattr(nodes, "_push_messages", handler)
     return requests
 
 

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from fedssl.data.pixels import normalize
 from fedssl.errors import UserError
 from fedssl.evaluation.features import extract_features
-from fedssl.export import onnx_file
+from fedssl.export import encoder_folder
 from fedssl.export.encoder_folder import export_encoder, read_encoder
-from fedssl.export.onnx_file import FILE
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import LW_FEDSSL
 from tests.fedssl.export.finished_runs import features_of_run, finished_run
@@ -191,12 +190,12 @@ def test_onnx_gives_the_features_or_is_left_out_where_they_differ(architecture, 
     monkeypatch.setattr(torch.onnx, "export", once)
     run, federation = finished_run(tmp_path, architectures=[architecture])
     folder = export_encoder(run, tmp_path / "encoder", onnx=True)
-    session = pytest.importorskip("onnxruntime").InferenceSession(str(folder / FILE))
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(folder / "encoder.onnx"))
     for count in (1, 7):
         images = federation.dataset.test_images[:count]
         features = torch.from_numpy(session.run(None, {"pixels": (images.float() / 255).numpy()})[0])
         torch.testing.assert_close(features, features_of_run(run, federation, images), rtol=0, atol=1e-4)
-    monkeypatch.setattr(onnx_file, "TOLERANCE", -1.0)  # no difference is small enough
+    monkeypatch.setattr(encoder_folder, "ONNX_TOLERANCE", -1.0)  # no difference is small enough
     with pytest.raises(UserError, match=r"encoder\.onnx gives other features than the encoder"):
         export_encoder(run, tmp_path / "other", onnx=True)
     assert [file.name for file in tmp_path.glob("*other*")] == []
