@@ -107,8 +107,6 @@ def loss_of(**options):
 test_bad_input = refusals(
     (lambda: loss_of(method="star"), ValueError, "method must be one of gather, ring, got 'star'"),
     (lambda: loss_of(temperature=0), ValueError, "temperature must be positive"),
-    (lambda: loss_of(temperature="1"), TypeError, "temperature must be"),
-    (lambda: loss_of(temperature=torch.ones(2)), ValueError, "temperature must"),
     (lambda: loss_of(reduction="max"), ValueError, "reduction must be one of"),
     (lambda: loss_of(key=torch.ones(4, 2)), ValueError, "key must have the d = 3 columns"),
     (lambda: loss_of(query=[1.0]), TypeError, "query must be a torch.Tensor"),
