@@ -189,9 +189,7 @@ def _equal_shares(sizes: _Counts, holds: NDArray[np.bool_]) -> _Counts:
     counts = np.zeros(holds.shape, np.int64)
     for group, size in enumerate(sizes):
         holders = np.flatnonzero(holds[group])
-        share, rest = divmod(int(size), len(holders))
-        counts[group, holders] = share
-        counts[group, holders[:rest]] += 1
+        counts[group, holders] = [len(part) for part in np.array_split(np.arange(size), len(holders))]
     return counts
 
 
