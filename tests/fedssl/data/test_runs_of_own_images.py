@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.data.digests import read_digests
 from fedssl.data.summary import summarise
 from fedssl.engines import in_process
 from fedssl.errors import UserError
@@ -67,6 +68,7 @@ def test_in_memory_and_stopped_and_resumed_from_a_file_a_run_is_the_same_bit_for
     found = contents(tmp_path / "memory")
     assert len(found) > 1
     assert contents(killed_and_resumed(in_file, tmp_path / "file")) == found
+    assert read_digests(tmp_path / "file") == read_digests(tmp_path / "memory")
 
 
 @pytest.mark.parametrize(

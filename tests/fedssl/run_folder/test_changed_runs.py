@@ -277,12 +277,6 @@ def test_public_and_downstream_data_count_too(tiny, tmp_path):
     assert differences(before, {}) == {name: f"{name} now has 0 images (had {count})" for name, count in gone}
 
 
-def test_digests_of_images_in_a_file_are_those_in_memory(run):
-    in_memory = load_recipe(run / "recipe.yaml")
-    in_a_file = in_memory.model_copy(update={"data": in_memory.data.model_copy(update={"memory_limit": 0.0})})
-    assert build_federation(in_memory).data_digests() == build_federation(in_a_file).data_digests()
-
-
 def test_moved_data_with_new_times_and_no_cache_are_the_same(run, images, tmp_path):
     shutil.copytree(images, tmp_path / "elsewhere", copy_function=shutil.copyfile)
     shutil.rmtree(images)
