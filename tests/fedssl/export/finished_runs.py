@@ -13,17 +13,16 @@ from fedssl.federation import Federation, build_federation
 from fedssl.recipe.reading import parse_recipe
 from fedssl.run_folder.directory import RunDirectory
 from tests.fedssl.conftest import AVERAGED, tiny_values
+from tests.fedssl.data.data_files import random_pixels, save
 
 
-def write_images(path: Path, channels: int = 1, side: int = 8, train: int = 60) -> Path:
+def write_images(path: Path, channels: int = 1, side: int = 8) -> Path:
     """An .npz file of noise with two classes."""
-    random = np.random.default_rng(0)
-    arrays: dict[str, Any] = {}
-    for part, size in (("train", train), ("test", 20)):
-        arrays[f"x_{part}"] = random.integers(0, 256, (size, side, side, channels), np.uint8)
+    arrays = {}
+    for part, size in (("train", 60), ("test", 20)):
+        arrays[f"x_{part}"] = random_pixels(size, side, side, channels, seed=size)
         arrays[f"y_{part}"] = np.arange(size) % 2
-    np.savez(path, **arrays)
-    return path
+    return save(path, **arrays)
 
 
 def finished_run(folder: Path, channels: int = 1, side: int = 8, **changes: Any) -> tuple[Path, Federation]:
