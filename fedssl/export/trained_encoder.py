@@ -21,7 +21,7 @@ from ..models.trained_part import freeze, merged
 from ..recipe.reading import load_stored_recipe
 from ..recipe.recipe import Recipe
 from ..run_folder.directory import IMAGE_SHAPE, RunDirectory
-from ..untrusted import MOST_BYTES, quoted, read_regular_file
+from ..untrusted import MOST_BYTES, read_regular_file
 
 GLOBAL = "global"
 _LARGEST_SIDE = 8192
@@ -80,7 +80,7 @@ def encoder_of_run(path: Path, client: int | None = None, trust: bool = False, b
     if not (checkpoint.finished or best):
         done = f"{checkpoint.round} rounds are done" if checkpoint.round > 0 else "no round is done"
         raise UserError(
-            f"{path} is not finished ({done}): continue it with fedssl run --resume {quoted(path)}, then export"
+            f"{path} is not finished ({done}): continue it with {directory.continued_by}, then export"
             + ", or export its best round with --best" * (checkpoint.best is not None)
         )
     recipe = load_stored_recipe(directory, trust)

@@ -25,7 +25,6 @@ from ..randomness import seed_for
 from ..recipe.overrides import read_text
 from ..run_folder.directory import RunDirectory
 from ..run_folder.storage import csv_text, read_csv, require_file_name, write_atomically
-from ..untrusted import quoted
 
 
 def evaluate(
@@ -99,7 +98,7 @@ def write_evaluation(
     else:
         directory = RunDirectory.open(path)
         if directory.checkpoint.round < 0:
-            raise UserError(f"{path} has no finished round yet: continue it with fedssl run --resume {quoted(path)}")
+            raise UserError(f"{path} has no finished round yet: continue it with {directory.continued_by}")
         federation = federation_of_run(directory, trust, downstream=data is None)
         if data is None:
             require_same_data(path, federation.data_digests())

@@ -70,7 +70,7 @@ def write_report(
     records = [read_run(path) for path in folders]
     if all(run.last_round < 0 for run in records):
         which = f"{folders[0]} has" if len(folders) == 1 else "these runs have"
-        raise UserError(f"{which} no finished round to report on yet: fedssl run --resume {quoted(folders[0])}")
+        raise UserError(f"{which} no finished round to report on yet: {RunDirectory(folders[0]).continued_by}")
     path = Path(output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     require_file_name(path)
     pictures: dict[str, list[PageFigure]] = {}

@@ -117,6 +117,11 @@ class RunDirectory:
         """Return whether the sites keep the clients' states (engine flower), so this folder does not hold them."""
         return (self.path / SITES_RUN).is_file()
 
+    @property
+    def continued_by(self) -> str:
+        """Return the words that tell what continues this run."""
+        return "flwr run on its app" if self.clients_elsewhere else f"fedssl run --resume {quoted(self.path)}"
+
     def append_metrics(self, rows: Iterable[MetricRow]) -> None:
         """Append values in full precision to metrics.csv."""
         lines = [(number, client, metric, repr(float(value))) for number, client, metric, value in rows]

@@ -22,6 +22,7 @@ from fedssl.engines.flower import messenger, simulation, wire
 from fedssl.engines.flower.server import make_server_app
 from fedssl.engines.flower.wire import on_disk, to_records
 from fedssl.errors import UserError
+from fedssl.export.trained_encoder import encoder_of_run
 from fedssl.federation import build_federation
 from fedssl.messages import Message
 from fedssl.recipe.reading import load_recipe
@@ -115,6 +116,8 @@ def test_sites_keep_the_states_to_which_a_run_may_go_back(begin, tmp_path):
             fedssl.resume(run.path, changes, from_round=number)
     back = fedssl.resume(run.path, from_round=2)
     assert (back.finished, back.last_round) == (False, 2)
+    with pytest.raises(UserError, match=r"is not finished .*: continue it with flwr run on its app, then export"):
+        encoder_of_run(run.path)
     run.go(faults)
     assert results(run.path) == whole
     kept = {
